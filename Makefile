@@ -1,0 +1,94 @@
+# Everything starts here: `make` lists the targets. Needs GNU make and Python 3.11; all else is installed into .venv.
+
+PYTHON = python3.11 python3 python
+CONFIG = configs/default.yaml
+ARGS =
+JOBS = 2
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BUSY  := $(VENV)/.installing
+LOG   := $(VENV)/setup.log
+
+.DEFAULT_GOAL := help
+.PHONY: help setup bench smoke test check fix nightly gate report clean distclean FORCE
+
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo '  ARGS="..." is passed on (make test ARGS="-k masks"); CONFIG=FILE picks the grid of make bench;'
+	@echo '  PYTHON=... picks the interpreter that .venv is made with.'
+
+setup: $(STAMP) ## Create .venv and install into it (the other targets do this by themselves)
+	@echo "Ready: $(BIN)/harness"
+
+bench: $(STAMP) ## Judge, weigh and time every cell of configs/default.yaml (about 3 minutes)
+	@$(BIN)/harness run $(CONFIG) $(ARGS)
+
+smoke: $(STAMP) ## The same over configs/smoke.yaml (seconds)
+	@$(BIN)/harness run configs/smoke.yaml $(ARGS)
+
+# One torch thread per worker: two workers of two threads each are slower on two cores, and sums change with threads.
+test: $(STAMP) ## Run the tests
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+check: $(STAMP) ## Lint, formatting and types: ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy harness tests $(if $(wildcard bench/*.py),bench)
+
+fix: $(STAMP) ## Apply ruff's fixes and formatting
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+nightly: $(STAMP) ## Run configs/nightly.yaml, then the gate
+	@$(BIN)/harness run configs/nightly.yaml $(ARGS)
+	@$(BIN)/harness gate results/latest
+
+gate: $(STAMP) ## Compare the latest run with results/baseline; fails on a regression
+	@$(BIN)/harness gate results/latest $(ARGS)
+
+report: $(STAMP) ## Write the report of the latest run
+	@$(BIN)/harness report results/latest $(ARGS)
+
+clean: ## Remove caches, build artefacts and runs; keeps results/baseline and .venv
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@find harness tests bench -type d -name __pycache__ -prune -exec rm -rf {} +
+	@if [ -d results ]; then \
+		find results -mindepth 1 -maxdepth 1 ! -name baseline ! -name '.git*' ! -name '*.md' -exec rm -rf {} +; fi
+
+distclean: clean ## The same, and .venv too
+	@rm -rf $(VENV)
+
+# ---- .venv ----------------------------------------------------------------------------------------------------------
+# The stamp is written last and holds the folder it was made for: a half-made, moved or broken .venv is made again.
+# $(BUSY) is there only while packages are being installed, so finding it means that an install was killed midway.
+
+MADE_FOR := $(shell test -x $(BIN)/python && cat $(STAMP) 2>/dev/null)
+ifneq "$(MADE_FOR)" "$(CURDIR)"
+$(STAMP): FORCE
+endif
+
+VERSION_CHECK := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --constraint constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@set -eu; \
+	python=; for each in $(PYTHON); do \
+		if "$$each" -c '$(VERSION_CHECK)' 2>/dev/null; then python=$$each; break; fi; done; \
+	if [ -z "$$python" ]; then \
+		echo 'No usable Python: need 3.11 or newer with its venv module; tried: $(PYTHON).' >&2; \
+		echo 'Install it, or name one: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; fi; \
+	if [ -e $(BUSY) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1 || \
+		{ [ -e $(STAMP) ] && [ "$$(cat $(STAMP))" != '$(CURDIR)' ]; }; then \
+		echo "Making .venv with $$($$python --version); the first time takes 1 to 5 minutes."; \
+		$$python -m venv --clear $(VENV); \
+	else echo 'Bringing .venv up to date.'; fi; \
+	rm -f $(STAMP); touch $(BUSY); : > $(LOG); \
+	step() { echo "  $$1"; shift; "$$@" >> $(LOG) 2>&1 || { \
+		tail -n 20 $(LOG) >&2; echo 'Setup failed; the whole log is $(LOG).' >&2; rm -f $(BUSY); exit 1; }; }; \
+	step '1/3 torch' $(PIP) "$$(grep '^torch==' constraints.txt)"; \
+	step '2/3 build tools' $(PIP) setuptools; \
+	step '3/3 harness and its tools' $(PIP) --no-build-isolation --editable '.[dev,models,report]'; \
+	rm -f $(BUSY); printf '%s\n' '$(CURDIR)' > $(STAMP)

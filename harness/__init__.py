@@ -1,0 +1,58 @@
+"""Proves that an attention implementation equals its reference, says what it costs, and guards both every night.
+
+Shape notation, used everywhere:
+
+    B  batch             E       embed_dim
+    H  query heads       D, D_v  head dim of q and k, of v
+    H_kv  kv heads       L       query length
+    G  H / H_kv          S       key/value length
+    W  window            R       latent rank (MLA)
+
+Inside (B, H, L, D), at module edges (B, L, E). Masks are bool, True = attends, or float, added to the scores.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.checking import assert_equivalent as assert_equivalent
+    from harness.checking import check as check
+    from harness.equivalence import Equivalence as Equivalence
+    from harness.kernels.front import attention as attention
+    from harness.runner import run as run
+    from harness.store import load as load
+    from harness.swaps.engine import SwapReport as SwapReport
+    from harness.swaps.engine import swap as swap
+    from harness.variants.gqa import GroupedQueryAttention as GroupedQueryAttention
+    from harness.variants.mha import MultiHeadAttention as MultiHeadAttention
+    from harness.variants.mha import MultiQueryAttention as MultiQueryAttention
+    from harness.variants.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
+    from harness.variants.unified import UnifiedAttention as UnifiedAttention
+
+# Where each public name lives. Imported on first use: torch takes seconds, and `harness --help` must not wait for it.
+_HOMES = {
+    "assert_equivalent": "harness.checking",
+    "attention": "harness.kernels.front",
+    "check": "harness.checking",
+    "load": "harness.store",
+    "run": "harness.runner",
+    "swap": "harness.swaps",
+    "Equivalence": "harness.equivalence",
+    "GroupedQueryAttention": "harness.variants.gqa",
+    "MultiHeadAttention": "harness.variants.mha",
+    "MultiHeadLatentAttention": "harness.variants.mla",
+    "MultiQueryAttention": "harness.variants.mha",
+    "SwapReport": "harness.swaps",
+    "UnifiedAttention": "harness.variants.unified",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,193 @@
+"""Case -> Pair: the reference with random weights, the candidate made from it by the swap, and each side's masks."""
+
+import copy
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness import masks
+from harness.case import Case
+from harness.kernels.call import AttentionCall, Kernel
+from harness.references import Reference
+from harness.specs import VARIANTS
+from harness.swaps import SwapReport, swap
+
+DECODE_STEPS = 4  # one-token steps at the end of the sequence; the rest is prefilled
+
+Forward = Callable[[nn.Module, Tensor, Mapping[str, Any], Any, bool], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: a module, how to call it, and its form of the mask for each step."""
+
+    module: nn.Module
+    forward: Forward
+    views: tuple[Mapping[str, Any], ...]
+    new_cache: Callable[[int], Any] | None
+    gives_weights: bool
+
+    def in_float64(self) -> "Side":
+        """The golden: a copy in double precision of what is already rounded."""
+        views = tuple({key: _double(value) for key, value in view.items()} for view in self.views)
+        return dataclasses.replace(self, module=copy.deepcopy(self.module).double(), views=views)
+
+    def jittered(self, u: float, generator: torch.Generator) -> "Side":
+        """A copy whose weights and float masks moved by a random relative u."""
+        module = copy.deepcopy(self.module)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(jitter(parameter, u, generator))
+        views = tuple({key: _jitter_value(value, u, generator) for key, value in view.items()} for view in self.views)
+        return dataclasses.replace(self, module=module, views=views)
+
+
+@dataclass(frozen=True)
+class Pair:
+    case: Case
+    reference_name: str
+    reference: Side
+    candidate: Side
+    watch: "WatchedKernel"
+    swap_report: SwapReport
+    steps: tuple[tuple[range, range], ...]  # positions of the queries and of the keys of each step
+
+    @property
+    def compares_weights(self) -> bool:
+        # torch's MHA gives NaN weights for dead rows where our policy is 0: those cells compare outputs alone.
+        both = self.reference.gives_weights and self.candidate.gives_weights
+        return both and self.case.phase == "prefill" and not masks.MASKS[self.case.mask].has_dead_rows
+
+
+class ContractBroken(Exception):
+    """The kernel returned the wrong thing, or wrote into its inputs."""
+
+
+class WatchedKernel:
+    """Counts a kernel's calls and, while `checking`, sees to it that the contract is kept."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.calls, self.checking = kernel, 0, False
+
+    def as_kernel(self) -> Kernel:
+        return dataclasses.replace(self.kernel, run=self.run)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        self.calls += 1
+        if not self.checking:
+            return self.kernel.run(q, k, v, call)
+        inputs = {"q": q, "k": k, "v": v} | ({} if call.mask is None else {"mask": call.mask})
+        before = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+        out, weights = self.kernel.run(q, k, v, call)
+        if not isinstance(out, Tensor):
+            raise ContractBroken(f"kernel returned {type(out).__name__} instead of a tensor")
+        expected = (*q.shape[:3], v.shape[3])
+        if out.shape != expected or out.dtype != q.dtype:
+            raise ContractBroken(f"kernel returned {tuple(out.shape)} {out.dtype} instead of {expected} {q.dtype}")
+        for name, tensor in inputs.items():
+            # NaN is not equal to itself, and poisoned inputs hold some.
+            if not torch.equal(tensor.detach().nan_to_num(), before[name].nan_to_num()):
+                raise ContractBroken(f"kernel wrote into its input {name}")
+        return out, weights
+
+
+def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
+    spec = VARIANTS[case.variant]
+    name = spec.reference(case)
+    reference: Reference = importlib.import_module(f"harness.references.{name}").REFERENCE
+    dtype = getattr(torch, case.dtype)
+    module = reference.build(case)
+    randomise(module, torch.Generator().manual_seed(seed))
+    module = module.to(dtype).eval()
+    watch = WatchedKernel(kernel)
+    candidate, report = swap(module, kernel=watch.as_kernel(), **spec.swap_options)
+    steps = steps_of(case)
+    has_cache = spec.kv_elements_per_token is not None
+    return Pair(
+        case=case,
+        reference_name=reference.name,
+        reference=Side(
+            module=module,
+            forward=reference.run,
+            views=tuple(_reference_view(reference, case, *step, dtype) for step in steps),
+            new_cache=reference.new_cache,
+            gives_weights=reference.gives_weights,
+        ),
+        candidate=Side(
+            module=candidate,
+            forward=_run_variant,
+            views=tuple(_variant_view(case, *step, dtype) for step in steps),
+            new_cache=candidate.new_cache if has_cache else None,  # type: ignore[arg-type]
+            gives_weights=kernel.gives_weights,
+        ),
+        watch=watch,
+        swap_report=report,
+        steps=steps,
+    )
+
+
+def steps_of(case: Case) -> tuple[tuple[range, range], ...]:
+    S = case.seq_len
+    if case.phase != "decode":
+        return ((range(S), range(S)),)
+    context = S - min(DECODE_STEPS, S - 1)
+    return ((range(context), range(context)), *((range(t, t + 1), range(t + 1)) for t in range(context, S)))
+
+
+def randomise(module: nn.Module, generator: torch.Generator) -> None:
+    """Every parameter random, biases and norms too: zero biases and unit norms hide bugs."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+            elif name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(1.0 + 0.3 * noise)
+
+
+def jitter(tensor: Tensor, u: float, generator: torch.Generator) -> Tensor:
+    factor = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).mul_(2 * u).add_(1 - u)
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
+def _run_variant(
+    module: nn.Module, x: Tensor, view: Mapping[str, Any], cache: Any, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    kwargs = dict(view)
+    if cache is not None:
+        kwargs["cache"] = cache
+    if need_weights:
+        result: tuple[Tensor, Tensor] = module(x, need_weights=True, **kwargs)
+        return result
+    return module(x, **kwargs), None
+
+
+def _variant_view(case: Case, queries: range, keys: range, dtype: torch.dtype) -> Mapping[str, Any]:
+    rule = masks.MASKS[case.mask]
+    at = masks.positions(case.batch, case.heads, queries, keys, case.seq_len)
+    window = None if rule.window is None else rule.window(case.seq_len)
+    return {"mask": masks.remainder(rule, at, dtype), "causal": rule.causal, "window": window}
+
+
+def _reference_view(
+    reference: Reference, case: Case, queries: range, keys: range, dtype: torch.dtype
+) -> Mapping[str, Any]:
+    rule = masks.MASKS[case.mask]
+    at = masks.positions(case.batch, case.heads, queries, keys, case.seq_len)
+    plain_causal = rule.causal and rule.allowed is None and rule.bias is None and queries == keys
+    return reference.view(case, masks.dense(rule, at, dtype), plain_causal)
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _jitter_value(value: Any, u: float, generator: torch.Generator) -> Any:
+    return jitter(value, u, generator) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,62 @@
+"""A Case: one cell of the grid, fully resolved. Plain data; nothing here imports torch."""
+
+import hashlib
+from dataclasses import dataclass, fields
+
+PHASES = ("prefill", "decode", "train")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Axes that do not apply to the variant are None: `kv_heads` of MLA, the MLA ranks of the others."""
+
+    variant: str
+    kernel: str
+    embed_dim: int
+    heads: int
+    kv_heads: int | None
+    head_dim: int
+    seq_len: int
+    batch: int
+    mask: str
+    dtype: str
+    phase: str
+    bias: bool = True
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+
+    @property
+    def case_id(self) -> str:
+        """Readable and stable: baselines, records and seeds are keyed by it."""
+        parts = [self.variant, f"e{self.embed_dim}", f"h{self.heads}"]
+        for prefix, value in (("kv", self.kv_heads), ("d", self.head_dim), ("q", self.q_lora_rank)):
+            if value is not None:
+                parts.append(f"{prefix}{value}")
+        for prefix, value in (("r", self.kv_lora_rank), ("rope", self.rope_head_dim), ("v", self.v_head_dim)):
+            if value is not None:
+                parts.append(f"{prefix}{value}")
+        if not self.bias:
+            parts.append("nobias")
+        parts += [f"l{self.seq_len}", f"b{self.batch}", self.mask, self.phase, self.dtype, self.kernel]
+        return "-".join(parts)
+
+    @property
+    def kv_len(self) -> int:
+        """Keys that the last query may see: the decode steps end at seq_len."""
+        return self.seq_len
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    def seed(self, suite_seed: int) -> int:
+        """Depends on the case alone, so that order, sharding and resuming change no number."""
+        digest = hashlib.sha256(f"{suite_seed}:{self.case_id}".encode()).digest()
+        return int.from_bytes(digest[:6], "big")
+
+
+CASE_FIELDS = tuple(field.name for field in fields(Case))

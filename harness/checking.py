@@ -1,0 +1,148 @@
+"""`harness.check`: the acceptance rule for any two callables, in a user's own tests."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.build import jitter
+from harness.compare import fast_path_off
+from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, judge
+
+Function = Callable[..., Any]
+
+
+def check(
+    candidate: Function,
+    reference: Function,
+    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    *,
+    gradients: bool = False,
+    seed: int = 0,
+) -> Equivalence:
+    """Is `candidate` numerically the same function as `reference` on these inputs?
+
+    Both are functions or modules called with `inputs`: one tensor, positional arguments, or keyword arguments. The
+    reference must work in float64, because its float64 run is the golden. Outputs are a tensor, or a tuple or mapping
+    of tensors. With `gradients` those of every floating input are compared too, and of every parameter that both
+    modules have under the same name.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    arguments = _named(inputs)
+    tensors = {key: value for key, value in arguments.items() if _is_real(value)}
+    if not tensors:
+        raise ValueError("inputs hold no floating-point tensor: there is nothing to compare")
+    dtype = next(iter(tensors.values())).dtype
+    u = torch.finfo(dtype).eps
+    cotangents: dict[str, Tensor] = {}
+
+    def run(function: Function, values: Mapping[str, Any]) -> dict[str, Any]:
+        return _run(function, values, cotangents, generator, gradients)
+
+    def draw() -> tuple[Function, dict[str, Any]]:
+        shaken = {key: jitter(value, u, generator) if key in tensors else value for key, value in arguments.items()}
+        return _jittered(reference, u, generator), shaken
+
+    draws = [(reference, arguments), *(draw() for _ in range(JITTER_DRAWS))]
+    with fast_path_off():
+        r = [run(function, values) for function, values in draws]
+        c = run(candidate, arguments)
+        with sdpa_kernel(SDPBackend.MATH):
+            g = [run(_in_float64(function), _double(values)) for function, values in draws]
+    verdicts = [_verdict(name, c.get(name), r, g) for name in r[0]]
+    verdicts += [TensorVerdict(name, "given", "mismatch", "the reference has none") for name in c.keys() - r[0].keys()]
+    return Equivalence(tuple(verdicts))
+
+
+def assert_equivalent(candidate: Function, reference: Function, inputs: Any, **options: Any) -> None:
+    """`check`, as an assertion whose message is the table of everything compared."""
+    found = check(candidate, reference, inputs, **options)
+    if not found.passed:
+        worst = found.worst
+        table = found.table().to_string(index=False)
+        raise AssertionError(f"{found.status}: {worst.tensor}: {worst.reason}\n{table}")
+
+
+def _verdict(name: str, candidate: Any, r: list[dict[str, Any]], g: list[dict[str, Any]]) -> TensorVerdict:
+    return judge(
+        name,
+        candidate,
+        [draw[name] for draw in r],
+        [draw[name] for draw in g],
+        regime="given",
+        is_gradient=name.startswith("grad "),
+    )
+
+
+def _named(inputs: Any) -> dict[str, Any]:
+    """Positional arguments get their number as name."""
+    if isinstance(inputs, Tensor):
+        return {"0": inputs}
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    return {str(index): value for index, value in enumerate(inputs)}
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _double(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.double() if _is_real(value) else value for key, value in values.items()}
+
+
+def _in_float64(function: Function) -> Function:
+    return copy.deepcopy(function).double() if isinstance(function, nn.Module) else function
+
+
+def _jittered(function: Function, u: float, generator: torch.Generator) -> Function:
+    if not isinstance(function, nn.Module):
+        return function
+    moved = copy.deepcopy(function)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.copy_(jitter(parameter, u, generator))
+    return moved
+
+
+def _run(
+    function: Function,
+    values: Mapping[str, Any],
+    cotangents: dict[str, Tensor],
+    generator: torch.Generator,
+    gradients: bool,
+) -> dict[str, Any]:
+    leaves = {k: v.detach().clone().requires_grad_(gradients) if _is_real(v) else v for k, v in values.items()}
+    positional = [leaves[key] for key in leaves if key.isdecimal()]
+    keyword = {key: value for key, value in leaves.items() if not key.isdecimal()}
+    with torch.set_grad_enabled(gradients):
+        named = _outputs(function(*positional, **keyword))
+    if not gradients:
+        return named
+    roots = {key: out for key, out in named.items() if isinstance(out, Tensor) and out.requires_grad}
+    for key, out in roots.items():
+        if key not in cotangents:  # drawn once, so that every run differentiates the same scalar
+            cotangents[key] = torch.randn(out.shape, generator=generator).to(out.dtype)
+    wanted = {key: value for key, value in leaves.items() if _is_real(value)}
+    if isinstance(function, nn.Module):
+        wanted |= {key: p for key, p in function.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(
+        list(roots.values()),
+        list(wanted.values()),
+        [cotangents[key].to(out.dtype) for key, out in roots.items()],
+        materialize_grads=True,
+        allow_unused=True,
+    )
+    found = {f"grad {key}": grad for key, grad in zip(wanted, grads, strict=True)}
+    return {key: out.detach() if isinstance(out, Tensor) else out for key, out in named.items()} | found
+
+
+def _outputs(result: Any) -> dict[str, Any]:
+    if isinstance(result, Mapping):
+        return {str(key): value for key, value in result.items() if value is not None}
+    if isinstance(result, tuple | list):
+        return {f"out[{index}]": value for index, value in enumerate(result) if value is not None}
+    return {"out": result}

@@ -1,0 +1,174 @@
+"""The command line: parse, call, exit code; nothing else. Heavy imports wait until a command needs them."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+EQUAL, NOT_EQUAL, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+EPILOG = """\
+exit codes:  0 all equal   1 a mismatch or a regression   2 bad input
+
+examples:
+  harness run configs/smoke.yaml                        judge, weigh and time a small grid
+  harness run configs/default.yaml --kernel my.py:fast  judge your own kernel over the whole grid
+  harness run configs/nightly.yaml --dry-run            see what would run
+  harness gate results/latest                           did anything get worse since the accepted baseline?
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    from harness import logs
+
+    logs.configure(quiet=options.quiet, verbose=options.verbose)
+    try:
+        result: int = options.command(options)
+        sys.stdout.flush()
+        return result
+    except ValueError as error:
+        # ConfigError, StoreError, GateError, PluginError, UnknownName: all say what is wrong with the input.
+        print(f"harness: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("harness: interrupted; finished cases are in the run's records.jsonl", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `harness list | head` is no error
+        return EQUAL
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="harness",
+        description="Proves that an attention implementation equals its reference, says what it costs, and guards both.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    talk = argparse.ArgumentParser(add_help=False)
+    talk.add_argument("--quiet", action="store_true", help="no progress, no summary, errors only")
+    talk.add_argument("--verbose", action="store_true", help="log every case")
+
+    run = commands.add_parser("run", parents=[talk], help="measure every cell of a grid")
+    run.add_argument("config", metavar="CONFIG", help="YAML file with the grid")
+    run.add_argument("--out", metavar="DIR", type=Path, help="the run's folder (default: a new one under results/)")
+    run.add_argument(
+        "--kernel",
+        metavar="NAME|FILE.py:FUNCTION",
+        action="append",
+        default=[],
+        help="judge this kernel instead of the config's; repeat for several",
+    )
+    run.add_argument("--shard", metavar="I/N", type=_shard, help="only every N-th case, from the I-th on")
+    run.add_argument("--strict", action="store_true", help="a degraded cell fails the run too")
+    run.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
+    run.set_defaults(command=_run)
+
+    gate = commands.add_parser("gate", parents=[talk], help="compare a run with the accepted baseline")
+    gate.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("results/latest"))
+    gate.add_argument("--baseline", metavar="DIR", type=Path, default=Path("results/baseline"))
+    gate.add_argument("--accept", action="store_true", help="make this run the baseline and show what changes")
+    gate.set_defaults(command=_gate)
+
+    report = commands.add_parser("report", parents=[talk], help="rebuild tables and summary.md from a run's records")
+    report.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("results/latest"))
+    report.set_defaults(command=_report)
+
+    listing = commands.add_parser("list", parents=[talk], help="variants, masks, kernels, phases, dtypes, regimes")
+    listing.set_defaults(command=_list)
+    return parser
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be I/N with 1 <= I <= N, as in 2/4")
+    return int(index), int(count)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    if options.dry_run:
+        from harness.config import load_suite
+        from harness.report.plan import print_plan
+        from harness.runner import take_shard
+
+        suite = load_suite(options.config, kernels=options.kernel)
+        print_plan(suite, take_shard(suite.cases, options.shard), Console(), every=options.verbose)
+        return EQUAL
+
+    from harness.report.summary import judge
+    from harness.report.terminal import print_summary
+    from harness.runner import run
+
+    frame = run(
+        options.config,
+        options.out,
+        kernels=options.kernel,
+        shard=options.shard,
+        quiet=options.quiet,
+        started=_process_start(),
+    )
+    if not options.quiet:
+        print_summary(
+            frame,
+            Console(),
+            folder=Path(frame.attrs["folder"]),
+            measured_share=frame.attrs["measured_share"],
+            elapsed=frame.attrs["elapsed"],
+        )
+    verdict = judge(frame)
+    degraded = options.strict and verdict.statuses.get("degraded", 0)
+    return EQUAL if verdict.passed and not degraded else NOT_EQUAL
+
+
+def _process_start() -> float:
+    """The wall time of a run includes the interpreter's start and torch's import."""
+    import psutil
+
+    created: float = psutil.Process().create_time()
+    return min(created, time.time())
+
+
+def _gate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from harness import gate
+    from harness.report.terminal import print_findings
+
+    if options.accept:
+        difference = gate.accept(options.folder, options.baseline)
+        if not options.quiet:
+            print(difference)
+        return EQUAL
+    findings = gate.gate(options.folder, options.baseline)
+    if not options.quiet:
+        print_findings(findings, Console(), suite=gate.suite_name(options.folder))
+    return NOT_EQUAL if any(finding.fails for finding in findings) else EQUAL
+
+
+def _report(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from harness.report import rebuild
+    from harness.report.terminal import print_summary
+
+    frame = rebuild(options.folder)
+    if not options.quiet:
+        share, elapsed = frame.attrs["measured_share"], frame.attrs["elapsed"]
+        print_summary(frame, Console(), folder=options.folder, measured_share=share, elapsed=elapsed)
+    return EQUAL
+
+
+def _list(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from harness.report.plan import print_names
+
+    print_names(Console())
+    return EQUAL

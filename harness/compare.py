@@ -1,0 +1,121 @@
+"""Runs both sides and the golden over all regimes and hands every tensor to the acceptance rule."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.build import Pair, Side, jitter
+from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, judge
+from harness.regimes import Inputs, make_inputs
+from harness.swaps.engine import WeightSource
+from harness.timing import Stopwatch
+
+
+@contextmanager
+def fast_path_off() -> Iterator[None]:
+    """torch's encoder fast path never calls the modules it contains: a wrong one would pass with error 0."""
+    was = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)
+
+
+def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
+    generator = torch.Generator().manual_seed(seed)
+    poison = float("nan") if pair.watch.kernel.shielded else None
+    u = torch.finfo(getattr(torch, pair.case.dtype)).eps
+    references = [pair.reference, *(pair.reference.jittered(u, generator) for _ in range(JITTER_DRAWS))]
+    goldens = [side.in_float64() for side in references]
+    verdicts: list[TensorVerdict] = []
+    pair.watch.checking = True
+    try:
+        with fast_path_off():
+            for regime in regimes:
+                inputs = make_inputs(pair.case, regime, generator, poison=poison)
+                if inputs is not None:
+                    draws = [inputs.x, *(jitter(inputs.x, u, generator) for _ in range(JITTER_DRAWS))]
+                    cotangent = torch.randn(inputs.x.shape, generator=generator).to(inputs.x.dtype)
+                    with stopwatch.running():
+                        c = outputs(pair, pair.candidate, inputs.candidate_x, cotangent)
+                        r = [outputs(pair, side, x, cotangent) for side, x in zip(references, draws, strict=True)]
+                        g = [golden_outputs(pair, side, x, cotangent) for side, x in zip(goldens, draws, strict=True)]
+                    verdicts += _judge_all(pair, inputs, c, r, g)
+    finally:
+        pair.watch.checking = False
+    if all(verdict.status == "skipped" for verdict in verdicts):
+        raise ArithmeticError(
+            f"no regime of {', '.join(regimes)} can be judged: the reference overflows, or none applies"
+        )
+    return Equivalence(tuple(verdicts))
+
+
+def golden_outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
+    """In float64, and by SDPA's plain formula: against a float64 reference, the fused one would be itself."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return outputs(pair, side, x.double(), cotangent.double())
+
+
+def _judge_all(
+    pair: Pair, inputs: Inputs, c: dict[str, Any], r: list[dict[str, Any]], g: list[dict[str, Any]]
+) -> Iterator[TensorVerdict]:
+    sources = pair.swap_report.sources()
+    for name, candidate in c.items():
+        source, key = WeightSource(name), name
+        if name.startswith("grad "):
+            source = sources.get(name.removeprefix("grad "), WeightSource("x"))
+            key = f"grad {source.name}"
+        may_differ = None
+        if inputs.poisoned is not None:
+            rows = inputs.poisoned[..., None] if name == "out" else inputs.poisoned[:, None, :, None]
+            may_differ = rows.expand(r[0][key].shape)
+        yield judge(
+            name,
+            candidate,
+            [source.of(draw[key]) for draw in r],
+            [source.of(draw[key]) for draw in g],
+            regime=inputs.regime,
+            may_differ=may_differ,
+            is_gradient=name.startswith("grad "),
+        )
+
+
+def outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
+    """Everything this phase compares, by name."""
+    if pair.case.phase == "train":
+        return _train_outputs(side, x, cotangent)
+    with torch.no_grad():
+        if pair.case.phase == "decode":
+            return {"out": run_steps(pair, side, x)[0]}
+        out, weights = side.forward(side.module, x, side.views[0], None, pair.compares_weights)
+        return {"out": out} if weights is None else {"out": out, "weights": weights}
+
+
+def run_steps(pair: Pair, side: Side, x: Tensor) -> tuple[Tensor, Any]:
+    """Prefill into a fresh cache, then one token at a time: all outputs in order, and the filled cache."""
+    assert side.new_cache is not None
+    cache = side.new_cache(pair.case.kv_len)
+    parts = []
+    for (queries, _), view in zip(pair.steps, side.views, strict=True):
+        out, _ = side.forward(side.module, x[:, queries.start : queries.stop], view, cache, False)
+        parts.append(out)
+    return torch.cat(parts, dim=1), cache
+
+
+def train_step(side: Side, x: Tensor, cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Output, and the gradients of x and of every parameter."""
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        out, _ = side.forward(side.module, leaf, side.views[0], None, False)
+        return out, torch.autograd.grad(out, (leaf, *side.module.parameters()), cotangent)
+
+
+def _train_outputs(side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
+    out, gradients = train_step(side, x, cotangent)
+    names = ["x", *(name for name, _ in side.module.named_parameters())]
+    return {"out": out.detach()} | {f"grad {name}": g for name, g in zip(names, gradients, strict=True)}

@@ -1,0 +1,106 @@
+"""Where a run happened: versions, machine, commit. Numbers from unlike environments are not compared blindly."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import psutil
+
+GIT_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A version is None where the package is not installed; `commit` and `dirty` where there is no git tree."""
+
+    python: str
+    torch: str | None
+    numpy: str | None
+    pandas: str | None
+    harness: str | None
+    platform: str
+    cpu: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    commit: str | None
+    dirty: bool | None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Environment":
+        data = json.loads(text)
+        known = {field.name for field in fields(cls)}
+        if not isinstance(data, dict) or set(data) != known:
+            found = sorted(data) if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"not an environment: fields {found}, expected {sorted(known)}")
+        return cls(**data)
+
+    def differences(self, other: "Environment") -> dict[str, tuple[object, object]]:
+        """The keys that differ, with both values, so that a message can name them."""
+        mine, theirs = asdict(self), asdict(other)
+        return {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+
+
+def collect(threads: int, *, tree: Path | None = None) -> Environment:
+    """`tree` is where git is asked; by default the current folder, which holds the configs and kernels being run."""
+    commit, dirty = _git_state(tree or Path.cwd())
+    return Environment(
+        python=platform.python_version(),
+        torch=_version("torch"),
+        numpy=_version("numpy"),
+        pandas=_version("pandas"),
+        harness=_version("attention-harness"),
+        platform=platform.platform(),
+        cpu=_cpu_model(),
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        memory_bytes=psutil.virtual_memory().total,
+        commit=commit,
+        dirty=dirty,
+    )
+
+
+def _version(distribution: str) -> str | None:
+    # From the package's metadata: importing torch for its version would cost a second.
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    # platform.processor() is empty on many Linux systems; /proc knows the marketing name.
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip().lower() in ("model name", "hardware") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _git_state(tree: Path) -> tuple[str | None, bool | None]:
+    status = _git(tree, "status", "--porcelain")
+    if status is None:
+        return None, None
+    # A tree without a first commit has a status but no HEAD.
+    return _git(tree, "rev-parse", "--verify", "HEAD"), status != ""
+
+
+def _git(tree: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=tree, capture_output=True, text=True, errors="replace", timeout=GIT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,171 @@
+"""`harness.attention`: checks the arguments, finds the kernel, runs it behind the shield."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.kernels import plugin, shield
+from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.names import is_plugin, kernel_names
+from harness.registry import UnknownName
+
+AnyKernel = str | Kernel | Callable[..., Tensor]
+AUTO = "eager"  # the only built-in kernel that can do every call
+
+
+def find_kernel(kernel: AnyKernel) -> Kernel:
+    """A name, `file.py:function`, `package.module:function`, a Kernel, or any callable with SDPA's signature."""
+    if isinstance(kernel, Kernel):
+        return kernel
+    if not isinstance(kernel, str):
+        return plugin.from_function(kernel, getattr(kernel, "__name__", type(kernel).__name__), shielded=False)
+    if is_plugin(kernel):
+        return plugin.load(kernel)
+    name = AUTO if kernel == "auto" else kernel
+    if name not in kernel_names():
+        raise UnknownName(f"unknown kernel {kernel!r}; known: auto, {', '.join(kernel_names())}, or file.py:function")
+    found: Kernel = importlib.import_module(f"harness.kernels.{name}").KERNEL
+    return found
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    q_start: int | Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
+    kernel: AnyKernel = "auto",
+) -> Any:
+    """softmax(q k^T * scale + mask) v, with q (B, H, L, D), k (B, H_kv, S, D), v (B, H_kv, S, D_v).
+
+    mask      bool (True = attends) or float (added to the scores), broadcastable to (B, H, L, S)
+    causal    query i stands at position q_start + i and sees keys up to it
+    q_start   int or (B,) tensor; default S - L, so that the last query sees the last key
+    window    W visible keys, self included (0 <= i - j < W), or (left, right) counts beside self, -1 = unbounded
+    softcap   c * tanh(score / c), before any mask
+    sinks     (H,) logits that join each softmax and carry no value
+
+    A row that may attend nothing gives 0 with gradient 0; NaN or inf behind a mask never leaks; half-precision
+    inputs are scored in fp32. With return_weights also the (B, H, L, S) weights that multiplied v.
+    """
+    call = make_call(
+        q,
+        k,
+        v,
+        mask=mask,
+        causal=causal,
+        q_start=q_start,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        need_weights=return_weights,
+    )
+    out, weights = shield.run(find_kernel(kernel), q, k, v, call)
+    if not return_weights:
+        return out
+    assert weights is not None
+    return out, weights
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    q_start: int | Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+) -> AttentionCall:
+    """The checked and normalised form of `attention`'s arguments."""
+    _check_tensors(q, k, v, mask, sinks)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p = {dropout_p}: must be within [0, 1]")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap}: must be positive")
+    L, S = q.shape[2], k.shape[2]
+    start = _check_start(q_start, q.shape[0], S - L)
+    left, right = _check_window(window)
+    if isinstance(start, int):
+        # What hides nothing is dropped, so that a decode step takes the path without a mask.
+        causal = causal and start < S - 1
+        right = None if right is not None and start + right >= S - 1 else right
+        left = None if left is not None and start + L - 1 - left <= 0 else left
+    return AttentionCall(
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        q_start=start,
+        mask=mask,
+        causal=causal,
+        left=left,
+        right=right,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        need_weights=need_weights,
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (q.ndim == k.ndim == v.ndim == 4):
+        raise ValueError(f"{shapes}: each must have 4 dimensions (batch, heads, length, channels)")
+    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one floating dtype")
+    B, H, L, D = q.shape
+    H_kv, S = k.shape[1], k.shape[2]
+    if k.shape[0] != B or k.shape[3] != D or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{shapes}: must be (B, H, L, D), (B, H_kv, S, D), (B, H_kv, S, D_v)")
+    if H_kv == 0 or H % H_kv:
+        raise ValueError(f"query heads ({H}) must be a multiple of key/value heads ({H_kv})")
+    if mask is not None:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"mask {mask.dtype}: must be bool (True = attends) or floating (added to the scores)")
+        target = (B, H, L, S)
+        lined_up = zip(reversed(mask.shape), reversed(target), strict=False)
+        if mask.ndim > 4 or any(size not in (1, full) for size, full in lined_up):
+            raise ValueError(f"mask {tuple(mask.shape)}: must broadcast to (B, H, L, S) = {target}")
+    if sinks is not None and sinks.shape != (H,):
+        raise ValueError(f"sinks {tuple(sinks.shape)}: must be (H,) = ({H},)")
+
+
+def _check_start(q_start: int | Tensor | None, batch: int, default: int) -> int | Tensor:
+    if q_start is None:
+        return default
+    if isinstance(q_start, Tensor):
+        if q_start.ndim == 0:
+            return int(q_start)
+        if q_start.shape != (batch,) or q_start.is_floating_point() or q_start.dtype == torch.bool:
+            raise ValueError(f"q_start {q_start.dtype} {tuple(q_start.shape)}: must be an int or a (B,) integer tensor")
+    return q_start
+
+
+def _check_window(window: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """As counts of visible keys left and right of self."""
+    if window is None:
+        return None, None
+    if isinstance(window, int):
+        if window < 1:
+            raise ValueError(f"window = {window}: must be at least 1 (self)")
+        return window - 1, 0
+    left, right = window
+    if left < -1 or right < -1:
+        raise ValueError(f"window = {window}: counts must be >= 0, or -1 for unbounded")
+    return (None if left == -1 else left), (None if right == -1 else right)

@@ -1,0 +1,168 @@
+"""Case -> Record: is it the same, what does it weigh, how fast is it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from harness.build import ContractBroken, Pair, Side, build_pair
+from harness.case import Case
+from harness.compare import compare_pair, run_steps, train_step
+from harness.config import Timing
+from harness.equivalence import Equivalence
+from harness.kernels.call import Kernel, Unsupported
+from harness.peak import peak_bytes
+from harness.record import Record
+from harness.specs import VARIANTS
+from harness.timing import Stopwatch, interleave, paired_ratio
+
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], timing: Timing) -> Record:
+    """Never raises for what the candidate does: its failure is the result."""
+    spec = VARIANTS[case.variant]
+    found: dict[str, Any] = {
+        "params_formula": spec.params(case),
+        "kv_cache_bytes_formula": spec.kv_cache_bytes(case),
+        "flops": spec.flops(case),
+    }
+    stopwatch, started = Stopwatch(), time.perf_counter()
+    try:
+        pair = build_pair(case, kernel, case.seed(seed))
+        found |= _weigh(pair)
+        equivalence = compare_pair(pair, regimes, seed=case.seed(seed), stopwatch=stopwatch)
+        found |= _equality_columns(equivalence) | {"calls": pair.watch.calls}
+        found["status"], found["error"] = _status(pair, equivalence, found)
+        if timing.enabled:
+            found |= _time(pair, timing, case.seed(seed), stopwatch)
+    except Unsupported as refusal:
+        found |= {"status": "unsupported", "error": str(refusal)}
+    except ContractBroken as broken:
+        found |= {"status": "mismatch", "error": str(broken)}
+    except MemoryError as failure:
+        found |= {"status": "oom", "error": _describe(failure)}
+    except Exception as failure:  # the candidate is someone's unfinished code: whatever it raises is its row
+        is_oom = any(text in str(failure) for text in OUT_OF_MEMORY)
+        found |= {"status": "oom" if is_oom else "error", "error": _describe(failure)}
+    found |= {"seconds": time.perf_counter() - started, "measured_seconds": stopwatch.seconds}
+    return Record(case_id=case.case_id, reference=spec.reference(case), kv_len=case.kv_len, **asdict(case), **found)
+
+
+def _describe(failure: BaseException) -> str:
+    """Type, message, and the innermost line of the candidate's own code."""
+    place, trace = "", failure.__traceback__
+    while trace is not None:
+        place = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{type(failure).__name__}: {failure}{place}"
+
+
+def _weigh(pair: Pair) -> dict[str, Any]:
+    """Parameters and cache bytes as they really are, not as the formula says."""
+    weighed: dict[str, Any] = {
+        "params": sum(p.numel() for p in pair.candidate.module.parameters()),
+        "ref_params": sum(p.numel() for p in pair.reference.module.parameters()),
+    }
+    if pair.candidate.new_cache is not None and pair.case.phase != "train":
+        x = torch.zeros(pair.case.batch, pair.case.kv_len, pair.case.embed_dim, dtype=getattr(torch, pair.case.dtype))
+        with torch.no_grad():
+            if pair.case.phase == "decode":
+                cache = run_steps(pair, pair.candidate, x)[1]
+            else:
+                cache = pair.candidate.new_cache(pair.case.kv_len)
+                pair.candidate.forward(pair.candidate.module, x, pair.candidate.views[0], cache, False)
+        weighed["kv_cache_bytes"] = cache.allocated_bytes
+        weighed["kv_bytes_per_token"] = cache.allocated_bytes / (pair.case.kv_len * pair.case.batch)
+    return weighed
+
+
+def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
+    worst = equivalence.worst
+    gradients = [v.max_abs_err for v in equivalence.verdicts if v.tensor.startswith("grad ")]
+    return {
+        "max_abs_err": worst.max_abs_err,
+        "mean_abs_err": worst.mean_abs_err,
+        "max_rel_err": worst.max_rel_err,
+        "max_ulp_err": worst.max_ulp_err,
+        "ref_max_abs_err": worst.ref_max_abs_err,
+        "err_budget": worst.err_budget,
+        "err_ratio": worst.err_ratio,
+        "worst_tensor": worst.tensor,
+        "worst_regime": worst.regime,
+        "grad_max_abs_err": max((e for e in gradients if e is not None), default=None),
+        "equivalence": [asdict(v) for v in equivalence.verdicts],
+    }
+
+
+def _status(pair: Pair, equivalence: Equivalence, found: dict[str, Any]) -> tuple[str, str | None]:
+    if not pair.watch.calls > 0:
+        return "mismatch", "the kernel was never called: something bypassed the swapped module"
+    for what in ("params", "kv_cache_bytes"):
+        measured, formula = found.get(what), found[f"{what}_formula"]
+        if measured is not None and measured != formula:
+            return "mismatch", f"{what}: measured {measured}, by formula {formula}"
+    if found["params"] != found["ref_params"]:
+        return "mismatch", f"params: {found['params']}, the reference has {found['ref_params']}"
+    worst = equivalence.worst
+    if equivalence.status == "ok":
+        return "ok", None
+    return equivalence.status, f"{worst.tensor} in regime {worst.regime}: {worst.reason}"
+
+
+def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[str, Any]:
+    """The reference runs as its users run it, torch's fast path included."""
+    calls = {"candidate": _timed_call(pair, pair.candidate, seed), "reference": _timed_call(pair, pair.reference, seed)}
+    with stopwatch.running():
+        samples = interleave(
+            calls,
+            budget_s=timing.budget_s,
+            min_blocks=timing.min_blocks,
+            max_blocks=timing.max_blocks,
+            seed=seed,
+        )
+        peak = peak_bytes(calls["candidate"])
+    ratio = paired_ratio(samples["candidate"], samples["reference"], seed=seed)
+    return {
+        "latency_ms": 1e3 * _median(samples["candidate"]),
+        "ref_latency_ms": 1e3 * _median(samples["reference"]),
+        "latency_ratio": ratio.value,
+        "latency_ratio_lo": ratio.lo,
+        "latency_ratio_hi": ratio.hi,
+        "peak_bytes": peak,
+        "samples_s": samples,
+    }
+
+
+def _median(samples: list[float]) -> float:
+    return sorted(samples)[len(samples) // 2]
+
+
+def _timed_call(pair: Pair, side: Side, seed: int) -> Callable[[], object]:
+    """One prefill, one decode step at the end of a full cache, or one training step."""
+    case = pair.case
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.batch, case.seq_len, case.embed_dim)
+    x, cotangent = (torch.randn(shape, generator=generator).to(getattr(torch, case.dtype)) for _ in range(2))
+    if case.phase == "train":
+        return lambda: train_step(side, x, cotangent)
+    if case.phase == "prefill":
+
+        def prefill() -> object:
+            with torch.no_grad():
+                return side.forward(side.module, x, side.views[0], None, False)
+
+        return prefill
+
+    with torch.no_grad():
+        _, cache = run_steps(pair, side, x)
+    last = x[:, -1:]
+
+    def decode() -> object:
+        cache.crop(case.kv_len - 1)
+        with torch.no_grad():
+            return side.forward(side.module, last, side.views[-1], cache, False)
+
+    return decode

@@ -1,0 +1,71 @@
+"""What one finished case leaves behind: immutable, raw samples kept, a missing value is None."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+STATUSES = ("ok", "degraded", "mismatch", "error", "unsupported", "timeout", "oom")
+# What makes a run fail; `degraded` joins them under --strict, `unsupported` is a declared limit.
+FAILING = frozenset({"mismatch", "error", "timeout", "oom"})
+
+
+@dataclass(frozen=True)
+class Record:
+    """The first block names the case; the rest are measurements. Field order is column order."""
+
+    case_id: str
+    variant: str
+    kernel: str
+    reference: str
+    embed_dim: int
+    heads: int
+    kv_heads: int | None
+    head_dim: int
+    seq_len: int
+    kv_len: int
+    batch: int
+    mask: str
+    dtype: str
+    phase: str
+    bias: bool
+    q_lora_rank: int | None
+    kv_lora_rank: int | None
+    rope_head_dim: int | None
+    v_head_dim: int | None
+    status: str
+    # Equality: all of one compared tensor, the one with the worst err_ratio over tensors and regimes.
+    max_abs_err: float | None = None  # max|C - G|
+    mean_abs_err: float | None = None
+    max_rel_err: float | None = None
+    max_ulp_err: float | None = None
+    ref_max_abs_err: float | None = None  # max|R - G|
+    err_budget: float | None = None  # 2 N
+    err_ratio: float | None = None  # max|C - G| / N
+    worst_tensor: str | None = None
+    worst_regime: str | None = None
+    grad_max_abs_err: float | None = None
+    # Weight.
+    params: int | None = None
+    ref_params: int | None = None
+    params_formula: int | None = None
+    kv_cache_bytes: int | None = None
+    kv_cache_bytes_formula: int | None = None
+    kv_bytes_per_token: float | None = None
+    # Speed.
+    latency_ms: float | None = None
+    ref_latency_ms: float | None = None
+    latency_ratio: float | None = None
+    latency_ratio_lo: float | None = None
+    latency_ratio_hi: float | None = None
+    peak_bytes: int | None = None
+    flops: int | None = None
+    calls: int | None = None
+    error: str | None = None
+    # Kept in records.jsonl, not in the table.
+    seconds: float | None = None  # wall time of the whole case
+    measured_seconds: float | None = None  # of which inside compared or timed calls
+    samples_s: dict[str, list[float]] = field(default_factory=dict)  # side -> seconds per call, block by block
+    equivalence: list[dict[str, Any]] = field(default_factory=list)  # every compared tensor in every regime
+
+
+NOT_COLUMNS = frozenset({"seconds", "measured_seconds", "samples_s", "equivalence"})
+COLUMNS = tuple(f.name for f in fields(Record) if f.name not in NOT_COLUMNS)

@@ -1,0 +1,32 @@
+"""What candidates are judged against: torch's own modules, or modules around F.scaled_dot_product_attention.
+
+Nothing here imports harness's kernels, variants or caches: a reference that shared code with the candidate would
+share its bugs. The float64 golden of a reference is its own copy in double precision.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from harness.case import Case
+
+
+class Run(Protocol):
+    """`cache` is whatever the reference's `new_cache` made; `view` is what its `view` made of the mask."""
+
+    def __call__(
+        self, module: nn.Module, x: Tensor, view: Mapping[str, Any], cache: Any, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: str
+    build: Callable[[Case], nn.Module]
+    # (case, dense mask in SDPA's convention or None, whether it is plain causal with L == S) -> the mask as it takes it
+    view: Callable[[Case, Tensor | None, bool], Mapping[str, Any]]
+    run: Run
+    new_cache: Callable[[int], Any] | None = None
+    gives_weights: bool = False

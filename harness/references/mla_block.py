@@ -1,0 +1,31 @@
+"""A pre-LN encoder layer around the expanded MLA, from torch's own pieces."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.case import Case
+from harness.references import Reference, sdpa
+from harness.references.sdpa import StaticKV
+from harness.references.sdpa_mla import ExpandedMLA
+from harness.specs.blocks import FEEDFORWARD_FACTOR
+
+
+class MlaBlock(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        wide = FEEDFORWARD_FACTOR * case.embed_dim
+        self.attn = ExpandedMLA(case)
+        self.attn_norm = nn.LayerNorm(case.embed_dim, bias=case.bias)
+        self.mlp_norm = nn.LayerNorm(case.embed_dim, bias=case.bias)
+        self.up = nn.Linear(case.embed_dim, wide, bias=case.bias)
+        self.down = nn.Linear(wide, case.embed_dim, bias=case.bias)
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, past: StaticKV | None = None
+    ) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), attn_mask=attn_mask, is_causal=is_causal, past=past)
+        out: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return out
+
+
+REFERENCE = Reference("mla_block", MlaBlock, sdpa.view, sdpa.run)

@@ -1,0 +1,63 @@
+"""MLA with keys and values expanded per head, around F.scaled_dot_product_attention."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.case import Case
+from harness.references import Reference, sdpa
+from harness.references.sdpa import StaticKV
+
+
+def rotate_pairs(x: Tensor, start: int, theta: float = 10_000.0) -> Tensor:
+    """RoPE as a product of complex numbers: channels 2i and 2i+1 are the real and the imaginary part."""
+    dim = x.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    positions = torch.arange(start, start + x.shape[-2], dtype=torch.float64)
+    angles = torch.outer(positions, 1.0 / theta**exponents)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex(x.to(wide).reshape(*x.shape[:-1], dim // 2, 2).contiguous())
+    return torch.view_as_real(pairs * turn.to(pairs.dtype)).flatten(-2).to(x.dtype)
+
+
+class ExpandedMLA(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        assert case.kv_lora_rank and case.rope_head_dim and case.v_head_dim
+        self.heads, self.nope, self.pe, self.value = case.heads, case.head_dim, case.rope_head_dim, case.v_head_dim
+        self.rank, self.q_rank = case.kv_lora_rank, case.q_lora_rank
+        query_dim = case.heads * (self.nope + self.pe)
+        if self.q_rank is None:
+            self.wq = nn.Linear(case.embed_dim, query_dim, bias=case.bias)
+        else:
+            self.wq_a = nn.Linear(case.embed_dim, self.q_rank, bias=case.bias)
+            self.q_norm = nn.RMSNorm(self.q_rank, eps=1e-6)
+            self.wq_b = nn.Linear(self.q_rank, query_dim, bias=case.bias)
+        self.wkv_a = nn.Linear(case.embed_dim, self.rank + self.pe, bias=case.bias)
+        self.kv_norm = nn.RMSNorm(self.rank, eps=1e-6)
+        self.wkv_b = nn.Linear(self.rank, case.heads * (self.nope + self.value), bias=case.bias)
+        self.wo = nn.Linear(case.heads * self.value, case.embed_dim, bias=case.bias)
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, past: StaticKV | None = None
+    ) -> Tensor:
+        B, L, _ = x.shape
+        start = 0 if past is None else past.length
+        q = self.wq(x) if self.q_rank is None else self.wq_b(self.q_norm(self.wq_a(x)))
+        q = q.view(B, L, self.heads, self.nope + self.pe).transpose(1, 2)
+        q = torch.cat([q[..., : self.nope], rotate_pairs(q[..., self.nope :], start)], dim=-1)
+        compressed = self.wkv_a(x)
+        k_pe = rotate_pairs(compressed[..., self.rank :].view(B, 1, L, self.pe), start)
+        kv = self.wkv_b(self.kv_norm(compressed[..., : self.rank]))
+        kv = kv.view(B, L, self.heads, self.nope + self.value).transpose(1, 2)
+        k = torch.cat([kv[..., : self.nope], k_pe.expand(B, self.heads, L, self.pe)], dim=-1)
+        v = kv[..., self.nope :]
+        if past is not None:
+            k, v = past.update(k, v)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
+        projected: Tensor = self.wo(out.transpose(1, 2).reshape(B, L, -1))
+        return projected
+
+
+REFERENCE = Reference("sdpa_mla", ExpandedMLA, sdpa.view, sdpa.run, new_cache=StaticKV)

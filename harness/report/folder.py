@@ -1,0 +1,35 @@
+"""Everything in a run's folder that can be derived is derived again from its records."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from harness import store
+from harness.record import Record
+from harness.report.markdown import summary_markdown
+
+SUMMARY = "summary.md"
+
+
+def rebuild(folder: Path, *, suite: str | None = None, elapsed: float | None = None) -> pd.DataFrame:
+    """Tables and summary.md. `elapsed` is the run's wall time where known, else the time its cases took."""
+    folder = Path(folder)
+    records = store.read_records(folder)
+    frame = store.write_tables(folder, records)
+    share, seconds = measured_share(records, elapsed)
+    environment = store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None
+    text = summary_markdown(
+        frame, environment, suite=suite or folder.resolve().name, measured_share=share, elapsed=seconds
+    )
+    store.write_atomically(folder / SUMMARY, text.encode())
+    frame.attrs |= {"measured_share": share, "elapsed": seconds}
+    return frame
+
+
+def measured_share(records: list[Record], elapsed: float | None = None) -> tuple[float | None, float | None]:
+    """The share of time spent inside measured or compared calls, and of how many seconds; None where not clocked."""
+    measured = [record.measured_seconds for record in records if record.measured_seconds is not None]
+    seconds = elapsed if elapsed is not None else sum(record.seconds or 0.0 for record in records)
+    if not measured or not seconds > 0:
+        return None, None
+    return sum(measured) / seconds, seconds

@@ -1,0 +1,117 @@
+"""The run's table condensed: the verdict, and one row per variant and kernel. Floats here, text elsewhere."""
+
+import math
+from dataclasses import dataclass
+
+import pandas as pd
+
+from harness.record import FAILING, STATUSES
+
+BASE = "mha"
+EQUAL = ("ok", "degraded")
+# Two cells differ by their variant alone if they agree on these; kv_heads and the MLA ranks belong to the variant.
+MATCHED = ["embed_dim", "heads", "head_dim", "seq_len", "batch", "mask", "dtype", "phase", "bias", "kernel"]
+TIMED = ("prefill", "decode", "train")
+# Severity in the list of cells that are not ok: what fails the run comes first.
+ORDER = ("mismatch", "error", "oom", "timeout", "degraded", "unsupported")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`worst_*` is None where no cell has an error ratio; `unjudged` failed without leaving one."""
+
+    cells: int
+    statuses: dict[str, int]
+    worst_err_ratio: float | None
+    worst_case_id: str | None
+    unjudged: int
+
+    @property
+    def passed(self) -> bool:
+        return self.cells > 0 and not any(status in FAILING for status in self.statuses)
+
+
+def judge(frame: pd.DataFrame) -> Verdict:
+    present = frame["status"].value_counts()
+    worst = _worst(frame)
+    return Verdict(
+        cells=len(frame),
+        statuses={status: int(present[status]) for status in STATUSES if status in present},
+        worst_err_ratio=None if worst is None else float(worst["err_ratio"]),
+        worst_case_id=None if worst is None else str(worst["case_id"]),
+        unjudged=int((frame["status"].isin(FAILING) & frame["err_ratio"].isna()).sum()),
+    )
+
+
+def not_ok(frame: pd.DataFrame) -> pd.DataFrame:
+    """Cells that someone should look at, the worst kind first."""
+    bad = frame[frame["status"] != "ok"]
+    return bad.sort_values("status", key=lambda status: status.map(ORDER.index), kind="stable")
+
+
+def summarise(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per variant and kernel, in order of appearance. Empty where nothing was measured or nothing matches.
+
+    Speeds are geometric means over cells found equal: how fast a wrong answer comes is nobody's question.
+    `*_vs_mha` compares with the MHA cell that agrees on every other axis, cell by cell.
+    """
+    paired = _beside_mha(frame)
+    rows = []
+    for (variant, kernel), cells in frame.groupby(["variant", "kernel"], sort=False):
+        mine = paired[(paired["variant"] == variant) & (paired["kernel"] == kernel)]
+        worst = _worst(cells)
+        row: dict[str, object] = {"variant": variant, "kernel": kernel, "cells": len(cells)}
+        row |= {status: int((cells["status"] == status).sum()) for status in ("ok", "degraded", "unsupported")}
+        row["failed"] = int(cells["status"].isin(FAILING).sum())
+        row["worst_err_ratio"] = None if worst is None else worst["err_ratio"]
+        row["worst_max_abs_err"] = None if worst is None else worst["max_abs_err"]
+        row["worst_err_budget"] = None if worst is None else worst["err_budget"]
+        row["worst_case_id"] = None if worst is None else worst["case_id"]
+        for column in ("params", "kv_bytes_per_token"):
+            known = cells[column].dropna()
+            row[f"{column}_min"] = known.min() if len(known) else None
+            row[f"{column}_max"] = known.max() if len(known) else None
+            row[f"{column}_vs_mha"] = geometric_mean(mine[column] / mine[f"{column}_mha"])
+        for phase in TIMED:
+            equal = cells[(cells["phase"] == phase) & cells["status"].isin(EQUAL)]["latency_ratio"].dropna()
+            row[f"{phase}_ratio"] = geometric_mean(equal)
+            row[f"{phase}_ratio_min"] = equal.min() if len(equal) else None
+            row[f"{phase}_ratio_max"] = equal.max() if len(equal) else None
+            both = mine[(mine["phase"] == phase) & mine["status"].isin(EQUAL) & mine["status_mha"].isin(EQUAL)]
+            row[f"{phase}_latency_vs_mha"] = geometric_mean(both["latency_ms"] / both["latency_ms_mha"])
+        rows.append(row)
+    return pd.DataFrame(rows, columns=list(DTYPES)).astype(DTYPES)
+
+
+def geometric_mean(values: pd.Series) -> float | None:
+    """Of the finite positive ones: x2 and x0.5 cancel, as ratios must."""
+    numbers = [float(value) for value in values.dropna()]
+    logs = [math.log(number) for number in numbers if 0 < number < math.inf]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else None
+
+
+def _worst(cells: pd.DataFrame) -> pd.Series | None:
+    judged = cells[cells["err_ratio"].notna()]
+    return None if judged.empty else judged.iloc[int(judged["err_ratio"].argmax())]
+
+
+def _beside_mha(frame: pd.DataFrame) -> pd.DataFrame:
+    # Of two MHA cells with the same axes neither is the one to compare with.
+    base = frame[frame["variant"] == BASE].drop_duplicates(MATCHED, keep=False)
+    wanted = [*MATCHED, "params", "kv_bytes_per_token", "latency_ms", "status"]
+    return frame.merge(base[wanted], on=MATCHED, suffixes=("", "_mha"), validate="many_to_one")
+
+
+def _dtypes() -> dict[str, str]:
+    counts = ("cells", "ok", "degraded", "unsupported", "failed")
+    types = {"variant": "string", "kernel": "string", **dict.fromkeys(counts, "Int64")}
+    types |= dict.fromkeys(("worst_err_ratio", "worst_max_abs_err", "worst_err_budget"), "float64")
+    types |= {"worst_case_id": "string", "params_min": "Int64", "params_max": "Int64", "params_vs_mha": "float64"}
+    types |= dict.fromkeys(("kv_bytes_per_token_min", "kv_bytes_per_token_max", "kv_bytes_per_token_vs_mha"), "float64")
+    for phase in TIMED:
+        names = (f"{phase}_ratio", f"{phase}_ratio_min", f"{phase}_ratio_max", f"{phase}_latency_vs_mha")
+        types |= dict.fromkeys(names, "float64")
+    return types
+
+
+DTYPES = _dtypes()

@@ -1,0 +1,126 @@
+"""MLA: keys and values are decompressed from one cached latent per token (DeepSeek-V2).
+
+r = kv_lora_rank, R = rope_head_dim, N = head_dim (the part without positions), V = v_head_dim, q = q_lora_rank.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.case import PHASES, Case
+from harness.specs import VARIANTS, Impossible, VariantSpec, resolve_head_dim
+
+MATMUL = 2
+
+
+def latent_params(
+    embed_dim: int, heads: int, nope: int, rope: int, value: int, rank: int, q_rank: int | None, *, bias: bool = False
+) -> int:
+    queries = heads * (nope + rope)
+    q = embed_dim * queries if q_rank is None else embed_dim * q_rank + q_rank + q_rank * queries
+    weights = q + embed_dim * (rank + rope) + rank + rank * heads * (nope + value) + heads * value * embed_dim
+    biases = queries + (q_rank or 0) + (rank + rope) + heads * (nope + value) + embed_dim
+    return weights + (biases if bias else 0)
+
+
+def latent_kv_elements(rank: int, rope: int) -> int:
+    return rank + rope
+
+
+def expanded_kv_elements(heads: int, nope: int, rope: int, value: int) -> int:
+    return heads * (nope + rope + value)
+
+
+def expanded_flops(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int, fresh: int) -> int:
+    """Decompress `fresh` latents, then attend per head."""
+    return MATMUL * (fresh * rank * heads * (nope + value) + queries * keys * heads * (nope + rope + value))
+
+
+def absorbed_flops(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int) -> int:
+    """Move the queries into latent space, attend there, and bring the result back."""
+    return MATMUL * queries * heads * (nope * rank + keys * (2 * rank + rope) + rank * value)
+
+
+def absorb_is_cheaper(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int) -> bool:
+    """With a latent cache all keys must be decompressed anew unless the queries are absorbed."""
+    absorbed = absorbed_flops(heads, nope, rope, value, rank, queries, keys)
+    return absorbed < expanded_flops(heads, nope, rope, value, rank, queries, keys, keys)
+
+
+def _dims(case: Case) -> tuple[int, int, int, int]:
+    assert case.kv_lora_rank is not None and case.rope_head_dim is not None and case.v_head_dim is not None
+    return case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank
+
+
+def _params(case: Case) -> int:
+    nope, rope, value, rank = _dims(case)
+    return latent_params(case.embed_dim, case.heads, nope, rope, value, rank, case.q_lora_rank, bias=case.bias)
+
+
+def _latent_elements(case: Case) -> int:
+    _, rope, _, rank = _dims(case)
+    return latent_kv_elements(rank, rope)
+
+
+def _expanded_elements(case: Case) -> int:
+    nope, rope, value, _ = _dims(case)
+    return expanded_kv_elements(case.heads, nope, rope, value)
+
+
+def _flops(case: Case) -> int:
+    nope, rope, value, rank = _dims(case)
+    h, d, keys = case.heads, case.embed_dim, case.kv_len
+    queries = 1 if case.phase == "decode" else case.seq_len
+    q = d * h * (nope + rope) if case.q_lora_rank is None else case.q_lora_rank * (d + h * (nope + rope))
+    projections = MATMUL * queries * (q + d * (rank + rope) + h * value * d)
+    absorb = case.variant == "mla_absorbed" or (
+        case.variant == "mla" and absorb_is_cheaper(h, nope, rope, value, rank, queries, keys)
+    )
+    if absorb:
+        core = absorbed_flops(h, nope, rope, value, rank, queries, keys)
+    else:
+        fresh = keys if case.variant == "mla" else queries  # an expanded cache decompresses new tokens only
+        core = expanded_flops(h, nope, rope, value, rank, queries, keys, fresh)
+    forward = case.batch * (projections + core)
+    return 3 * forward if case.phase == "train" else forward
+
+
+def resolve_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Ranks that are not given follow DeepSeek's proportions: r = 4 N, R = N / 2, V = N."""
+    head_dim = resolve_head_dim(raw)
+    rope = raw["rope_head_dim"] or max(2, head_dim // 4 * 2)
+    if rope % 2:
+        raise Impossible("rope_head_dim", rope, "must be even: RoPE turns pairs of channels")
+    return {
+        "kv_heads": None,
+        "head_dim": head_dim,
+        "q_lora_rank": raw["q_lora_rank"],
+        "kv_lora_rank": raw["kv_lora_rank"] or 4 * head_dim,
+        "rope_head_dim": rope,
+        "v_head_dim": raw["v_head_dim"] or head_dim,
+    }
+
+
+def reference_mla(_: Case) -> str:
+    return "sdpa_mla"
+
+
+for _name, _title, _mode, _elements in (
+    ("mla", "multi-head latent: latent cache, absorbed where that is cheaper", "auto", _latent_elements),
+    ("mla_absorbed", "MLA that always attends in latent space", "absorbed", _latent_elements),
+    ("mla_naive", "MLA with decompressed keys and values in its cache", "naive", _expanded_elements),
+):
+    VARIANTS.add(
+        _name,
+        VariantSpec(
+            name=_name,
+            title=_title,
+            axes=frozenset({"q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"}),
+            phases=PHASES,
+            resolve=resolve_latent,
+            params=_params,
+            kv_elements_per_token=_elements,
+            flops=_flops,
+            reference=reference_mla,
+            swap_options={"mode": _mode},
+        ),
+    )

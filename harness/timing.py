@@ -1,0 +1,86 @@
+"""Interleaved paired timing: in each block every side is called once, in random order; ratios are within blocks.
+
+On a shared machine two runs of the same code timed one after the other differ by more than 5 % half the time; pairs
+taken within a few milliseconds of each other do not.
+"""
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+SAMPLE_S = 1e-3  # a sample repeats the call until it lasts about this long
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    value: float
+    lo: float
+    hi: float
+
+
+class Stopwatch:
+    """Seconds spent inside measured or compared calls."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], object]], *, budget_s: float, min_blocks: int, max_blocks: int, seed: int
+) -> dict[str, list[float]]:
+    """Seconds per call, one sample per side and block; stops at the budget, but not before min_blocks."""
+    order = list(calls)
+    shuffle = random.Random(seed).shuffle
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    deadline = time.perf_counter() + budget_s
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        repeats = {name: _repeats(call) for name, call in calls.items()}
+        for block in range(max_blocks):
+            if block >= min_blocks and time.perf_counter() >= deadline:
+                break
+            shuffle(order)
+            for name in order:
+                samples[name].append(_sample(calls[name], repeats[name]))
+    finally:
+        if was_collecting:
+            gc.enable()
+    return samples
+
+
+def paired_ratio(candidate: list[float], reference: list[float], *, seed: int) -> Ratio:
+    """Median of the within-block log ratios, with a 95 % bootstrap interval over blocks."""
+    logs = np.log(np.asarray(candidate) / np.asarray(reference))
+    picks = np.random.default_rng(seed).integers(len(logs), size=(RESAMPLES, len(logs)))
+    lo, hi = np.quantile(np.median(logs[picks], axis=1), [0.025, 0.975])
+    return Ratio(math.exp(float(np.median(logs))), math.exp(float(lo)), math.exp(float(hi)))
+
+
+def _repeats(call: Callable[[], object]) -> int:
+    """Warm up (allocator, thread pool, lazy initialisation), then see how long one call lasts."""
+    call()
+    once = min(_sample(call, 1) for _ in range(2))
+    return max(1, math.ceil(SAMPLE_S / max(once, 1e-9)))
+
+
+def _sample(call: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats

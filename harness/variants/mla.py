@@ -1,0 +1,167 @@
+"""Multi-head latent attention (DeepSeek-V2): keys and values live in one low-rank latent per token.
+
+The naive way decompresses the latent into per-head keys and values. The absorbed way moves the queries into latent
+space instead, where all heads share one key (the latent and the rotated k_pe) and one value (the latent): then
+MLA *is* multi-query attention over the latent cache, with D = r + R and D_v = r.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from harness.cache import KVCache
+from harness.kernels.front import AnyKernel, attention, find_kernel, make_call
+from harness.specs.latent import absorb_is_cheaper, expanded_kv_elements, latent_kv_elements
+from harness.variants.rope import Rope
+
+Mode = Literal["auto", "naive", "absorbed"]
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """mode: "naive" caches decompressed k and v; "absorbed" caches latents and attends in latent space;
+    "auto" caches latents and takes whichever way needs fewer operations for this call.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kv_lora_rank: int,
+        nope_head_dim: int,
+        rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None = None,
+        bias: bool = False,
+        rope_theta: float = 10_000.0,
+        norm_eps: float = 1e-6,
+        dropout: float = 0.0,
+        mode: Mode = "auto",
+        kernel: AnyKernel = "eager",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if mode not in ("auto", "naive", "absorbed"):
+            raise ValueError(f"mode = {mode!r}: must be auto, naive or absorbed")
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
+        self.nope_head_dim, self.rope_head_dim, self.v_head_dim = nope_head_dim, rope_head_dim, v_head_dim
+        self.mode, self.dropout = mode, dropout
+        self.kernel = find_kernel(kernel)
+        self.rope = Rope(rope_head_dim, rope_theta)
+        self.scale = (nope_head_dim + rope_head_dim) ** -0.5
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        options = {"bias": bias, **place}
+        query_dim = num_heads * (nope_head_dim + rope_head_dim)
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(embed_dim, query_dim, **options)
+        else:
+            self.q_a_proj = nn.Linear(embed_dim, q_lora_rank, **options)
+            self.q_a_norm = nn.RMSNorm(q_lora_rank, eps=norm_eps, **place)
+            self.q_b_proj = nn.Linear(q_lora_rank, query_dim, **options)
+        self.kv_a_proj = nn.Linear(embed_dim, kv_lora_rank + rope_head_dim, **options)
+        self.kv_a_norm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **place)
+        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (nope_head_dim + v_head_dim), **options)
+        self.out_proj = nn.Linear(num_heads * v_head_dim, embed_dim, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        cache: KVCache | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """x (B, L, E) -> (B, L, E), with need_weights also the (B, H, L, S) weights."""
+        start = 0 if cache is None else cache.length
+        q_nope, q_pe = self._queries(x, start)  # (B, H, L, N), (B, H, L, R)
+        latent = self._latents(x, start)  # (B, 1, L, r + R)
+        rules: dict[str, Any] = {
+            "mask": mask,
+            "causal": causal,
+            "window": window,
+            "scale": self.scale,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "return_weights": need_weights,
+            "kernel": self.kernel,
+        }
+        if self.mode == "naive":
+            k, v = self._expand(latent)
+            if cache is not None:
+                k, v = cache.append(k, v)
+            heads = attention(torch.cat((q_nope, q_pe), dim=-1), k, v, **rules)
+        else:
+            if cache is not None:
+                (latent,) = cache.append(latent)  # (B, 1, S, r + R)
+            if self._absorbs(x.shape[1], latent.shape[2]):
+                heads = self._attend_latents(q_nope, q_pe, latent, rules)
+            else:
+                heads = attention(torch.cat((q_nope, q_pe), dim=-1), *self._expand(latent), **rules)
+        heads, weights = heads if isinstance(heads, tuple) else (heads, None)  # (B, H, L, V)
+        out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
+        return (out, weights) if need_weights else out
+
+    def _queries(self, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, L, N + R)
+        q_nope, q_pe = q.split((self.nope_head_dim, self.rope_head_dim), dim=-1)
+        return q_nope, self.rope(q_pe, start)
+
+    def _latents(self, x: Tensor, start: int) -> Tensor:
+        """What a token leaves in the cache: its normed latent and its rotated k_pe, shared by all heads."""
+        latent, k_pe = self.kv_a_proj(x).split((self.kv_lora_rank, self.rope_head_dim), dim=-1)
+        k_pe = self.rope(k_pe.unsqueeze(1), start)  # (B, 1, L, R)
+        return torch.cat((self.kv_a_norm(latent).unsqueeze(1), k_pe), dim=-1)  # (B, 1, L, r + R)
+
+    def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents (B, 1, S, r + R) -> keys (B, H, S, N + R) and values (B, H, S, V)."""
+        c, k_pe = latent.split((self.kv_lora_rank, self.rope_head_dim), dim=-1)
+        kv = self.kv_b_proj(c.squeeze(1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, S, N + V)
+        k_nope, v = kv.split((self.nope_head_dim, self.v_head_dim), dim=-1)
+        return torch.cat((k_nope, k_pe.expand(-1, self.num_heads, -1, -1)), dim=-1), v
+
+    def _absorbs(self, queries: int, keys: int) -> bool:
+        if self.training and self.dropout > 0:
+            return False  # dropped weights do not sum to 1, so the value bias could not be restored
+        if self.mode == "absorbed":
+            return True
+        sizes = (self.num_heads, self.nope_head_dim, self.rope_head_dim, self.v_head_dim, self.kv_lora_rank)
+        return absorb_is_cheaper(*sizes, queries, keys)
+
+    def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
+        up = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)  # (H, N + V, r)
+        up_k, up_v = up.split((self.nope_head_dim, self.v_head_dim), dim=1)
+        q = torch.cat((torch.einsum("bhln,hnr->bhlr", q_nope, up_k), q_pe), dim=-1)  # (B, H, L, r + R)
+        attended = attention(q, latent, latent[..., : self.kv_lora_rank], **rules)
+        mixed, weights = attended if isinstance(attended, tuple) else (attended, None)  # (B, H, L, r)
+        heads = torch.einsum("bhlr,hvr->bhlv", mixed, up_v)  # (B, H, L, V)
+        if self.kv_b_proj.bias is not None:
+            heads = heads + self._value_bias(q, latent, rules)
+        return heads if weights is None else (heads, weights)
+
+    def _value_bias(self, q: Tensor, latent: Tensor, rules: dict[str, Any]) -> Tensor:
+        """The decompressor's bias, which latent space never saw.
+
+        Its key part shifts all scores of a query alike and drops out of the softmax. Its value part comes back whole,
+        because the weights sum to 1, except in a row that attends nothing.
+        """
+        bias = self.kv_b_proj.bias.view(self.num_heads, 1, -1)[..., self.nope_head_dim :]  # (H, 1, V)
+        hiding = {name: rules[name] for name in ("mask", "causal", "window")}
+        allowed = make_call(q, latent, latent, **hiding).allowed(q, latent)
+        return bias if allowed is None else bias * allowed.any(-1, keepdim=True).to(bias.dtype)
+
+    def new_cache(self, capacity: int = 0) -> KVCache:
+        return KVCache(capacity)
+
+    def kv_elements_per_token(self) -> int:
+        if self.mode == "naive":
+            return expanded_kv_elements(self.num_heads, self.nope_head_dim, self.rope_head_dim, self.v_head_dim)
+        return latent_kv_elements(self.kv_lora_rank, self.rope_head_dim)
+
+    def extra_repr(self) -> str:
+        dims = f"nope={self.nope_head_dim}, rope={self.rope_head_dim}, value={self.v_head_dim}"
+        return f"heads={self.num_heads}, rank={self.kv_lora_rank}, {dims}, {self.mode}, {self.kernel.name}"

@@ -1,0 +1,123 @@
+"""One front for all variants, chosen by name."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.cache import KVCache
+from harness.kernels.front import AnyKernel
+from harness.specs.latent import resolve_latent
+from harness.variants.gqa import GroupedQueryAttention
+from harness.variants.mla import MultiHeadLatentAttention
+
+TYPES = "mha, mqa, gqa (with num_kv_heads), gqa-N (N key/value heads), mla, mla_naive, mla_absorbed"
+
+
+class UnifiedAttention(nn.Module):
+    """`attention_type`: "mha", "mqa", "gqa" with num_kv_heads, "gqa-4" (4 key/value heads), "mla" and its two modes.
+
+    The MLA ranks may be given; otherwise they follow DeepSeek's proportions.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        attention_type: str = "mha",
+        *,
+        head_dim: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        kernel: AnyKernel = "eager",
+        kv_lora_rank: int | None = None,
+        q_lora_rank: int | None = None,
+        rope_head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_type, self.d_model, self.num_heads = attention_type, d_model, num_heads
+        options: dict[str, Any] = {
+            "bias": bias,
+            "dropout": dropout,
+            "kernel": kernel,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.attention: GroupedQueryAttention | MultiHeadLatentAttention
+        if attention_type in ("mla", "mla_naive", "mla_absorbed"):
+            if num_kv_heads is not None:
+                raise ValueError(f"num_kv_heads = {num_kv_heads}: MLA has none, its heads share a latent")
+            asked = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank}
+            asked |= {"rope_head_dim": rope_head_dim, "v_head_dim": v_head_dim, "head_dim": head_dim}
+            dims = resolve_latent({"embed_dim": d_model, "heads": num_heads, **asked})
+            self.attention = MultiHeadLatentAttention(
+                d_model,
+                num_heads,
+                kv_lora_rank=dims["kv_lora_rank"],
+                q_lora_rank=dims["q_lora_rank"],
+                nope_head_dim=dims["head_dim"],
+                rope_head_dim=dims["rope_head_dim"],
+                v_head_dim=dims["v_head_dim"],
+                mode=attention_type.partition("_")[2] or "auto",  # type: ignore[arg-type]
+                **options,
+            )
+        else:
+            kv_heads = kv_heads_of(attention_type, num_heads, num_kv_heads)
+            self.attention = GroupedQueryAttention(d_model, num_heads, kv_heads, head_dim=head_dim, **options)
+
+    def forward(self, x: Tensor, **rules: Any) -> Any:
+        return self.attention(x, **rules)
+
+    def new_cache(self, capacity: int = 0) -> KVCache:
+        return self.attention.new_cache(capacity)
+
+    def get_config(self) -> dict[str, Any]:
+        inner = self.attention
+        config: dict[str, Any] = {
+            "attention_type": self.attention_type,
+            "d_model": self.d_model,
+            "num_heads": self.num_heads,
+            "dropout": inner.dropout,
+            "kernel": inner.kernel.name,
+            "bias": inner.out_proj.bias is not None,
+        }
+        if isinstance(inner, GroupedQueryAttention):
+            config |= {"num_kv_heads": inner.num_kv_heads, "head_dim": inner.head_dim}
+        else:
+            config |= {"head_dim": inner.nope_head_dim, "rope_head_dim": inner.rope_head_dim}
+            config |= {"v_head_dim": inner.v_head_dim, "kv_lora_rank": inner.kv_lora_rank}
+            config |= {"q_lora_rank": inner.q_lora_rank}
+        return config
+
+    def get_memory_usage(self, seq_len: int, batch_size: int = 1) -> dict[str, int]:
+        """Exact bytes in the module's own dtype: of the KV cache after seq_len tokens, and of the parameters."""
+        item = self.attention.out_proj.weight.element_size()
+        per_token = self.attention.kv_elements_per_token() * item
+        parameters = sum(p.numel() for p in self.parameters())
+        return {
+            "kv_bytes_per_token": per_token,
+            "kv_cache_bytes": per_token * seq_len * batch_size,
+            "params": parameters,
+            "param_bytes": sum(p.numel() * p.element_size() for p in self.parameters()),
+        }
+
+
+def kv_heads_of(attention_type: str, num_heads: int, num_kv_heads: int | None) -> int:
+    """The number of key/value heads that the name and num_kv_heads agree on."""
+    named = {"mha": num_heads, "mqa": 1}.get(attention_type)
+    if match := re.fullmatch(r"gqa-(\d+)", attention_type):
+        named = int(match[1])
+    if attention_type == "gqa":
+        if num_kv_heads is None:
+            raise ValueError('attention_type "gqa" needs num_kv_heads, or name it, as in "gqa-4"')
+        return num_kv_heads
+    if named is None:
+        raise ValueError(f"attention_type = {attention_type!r}: must be one of {TYPES}")
+    if num_kv_heads not in (None, named):
+        raise ValueError(f"num_kv_heads = {num_kv_heads}: {attention_type} with {num_heads} heads has {named}")
+    return named

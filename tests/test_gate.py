@@ -1,0 +1,234 @@
+"""Every rule of the exact gate, broken on purpose."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from harness import gate as gates
+from harness import store
+from harness.environment import Environment
+from harness.gate import EXACT, Finding, GateError, accept, compare_exact, gate
+from harness.record import Record
+from harness.store import RunFolder
+
+HERE = Environment("3.11", "2.13", "2", "3", "0.1", "Linux", "CPU", 2, 2, 2**30, "c0ffee", False)
+NUMBERS = {"params": 100, "ref_params": 100, "kv_cache_bytes": 4096, "kv_bytes_per_token": 32.0, "flops": 1000}
+
+
+def record(case_id: str = "a", **values: Any) -> Record:
+    axes: dict[str, Any] = {
+        "variant": "mha", "kernel": "eager", "reference": "torch_mha", "embed_dim": 256, "heads": 8, "kv_heads": 8,
+        "head_dim": 32, "seq_len": 128, "kv_len": 128, "batch": 1, "mask": "none", "dtype": "float32",
+        "phase": "prefill", "bias": True, "q_lora_rank": None, "kv_lora_rank": None, "rope_head_dim": None,
+        "v_head_dim": None, "status": "ok", "err_ratio": 1.2, **NUMBERS,
+    }  # fmt: skip
+    return Record(case_id=case_id, **(axes | values))
+
+
+def compare(before: list[Record], after: list[Record]) -> tuple[Finding, ...]:
+    return compare_exact(store.table(after), store.table(before))
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> Finding | None:
+    findings = compare([record(**before)], [record(**after)])
+    assert len(findings) <= 1
+    return findings[0] if findings else None
+
+
+def test_the_same_run_passes() -> None:
+    assert compare([record("a"), record("b")], [record("b"), record("a")]) == ()
+
+
+@pytest.mark.parametrize("column", EXACT)
+@pytest.mark.parametrize("step", [1, -1])
+def test_one_more_or_less_fails(column: str, step: int) -> None:
+    found = changed({}, {column: NUMBERS[column] + step})
+    assert found is not None
+    assert found.fails
+    assert found.kind == column
+    assert str(NUMBERS[column]) in found.message
+    assert str(NUMBERS[column] + step) in found.message
+
+
+@pytest.mark.parametrize("column", EXACT)
+def test_a_value_that_vanishes_or_appears_fails(column: str) -> None:
+    lost, came = changed({}, {column: None}), changed({column: None}, {})
+    assert lost is not None
+    assert lost.fails
+    assert "-> empty" in lost.message
+    assert came is not None
+    assert came.fails
+    assert "empty ->" in came.message
+    assert changed({column: None}, {column: None}) is None
+
+
+def test_big_counts_are_compared_exactly() -> None:
+    found = changed({"flops": 2**60}, {"flops": 2**60 + 1})
+    assert found is not None
+    assert found.fails
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fails"),
+    [
+        ("ok", "degraded", True), ("ok", "mismatch", True), ("ok", "unsupported", True), ("degraded", "oom", True),
+        ("degraded", "unsupported", True), ("unsupported", "error", True), ("degraded", "ok", False),
+        ("mismatch", "ok", False), ("mismatch", "error", False),
+    ],
+)  # fmt: skip
+def test_status(before: str, after: str, fails: bool) -> None:
+    found = changed({"status": before}, {"status": after})
+    assert found is not None
+    assert found.kind == "status"
+    assert found.fails is fails
+    assert found.message == f"status {before} -> {after}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fails"),
+    [
+        (1.2, 2.4, False), (1.2, 2.41, True), (0.001, 0.9, False), (0.4, 1.0, False), (0.4, 1.01, True),
+        (1.0, math.inf, True), (1.0, math.nan, True), (1.0, None, True), (1.2, 0.1, False),
+    ],
+)  # fmt: skip
+def test_drift_of_the_error_ratio(before: float, after: float | None, fails: bool) -> None:
+    found = changed({"err_ratio": before}, {"err_ratio": after})
+    assert (found is not None and found.fails and found.kind == "err_ratio") is fails
+
+
+def test_an_equal_cell_without_a_ratio_fails_even_if_the_baseline_has_none() -> None:
+    found = changed({"err_ratio": None}, {"err_ratio": math.nan})
+    assert found is not None
+    assert found.fails
+    nothing = {"status": "unsupported", "err_ratio": None}
+    assert changed(nothing, nothing) is None
+
+
+def test_missing_and_renamed_cells_fail_and_new_ones_are_told() -> None:
+    assert [(one.kind, one.fails) for one in compare([record("a"), record("b")], [record("a")])] == [("missing", True)]
+    renamed = compare([record("a")], [record("A")])
+    assert [(one.case_id, one.kind, one.fails) for one in renamed] == [("a", "missing", True), ("A", "new", False)]
+
+
+def test_a_new_cell_that_is_wrong_fails() -> None:
+    (found,) = compare([record("a")], [record("a"), record("b", status="mismatch")])
+    assert found.kind == "new"
+    assert found.fails
+
+
+def test_an_empty_run_fails() -> None:
+    for baseline in ([], [record()]):
+        (found,) = compare(baseline, [])
+        assert found.kind == "empty_run"
+        assert found.fails
+
+
+def test_duplicates_fail() -> None:
+    (found,) = compare([record("a")], [record("a"), record("a")])
+    assert found == Finding("a", "duplicate", "2 times in the run", True)
+    (found,) = compare([record("a"), record("a")], [record("a")])
+    assert found.kind == "duplicate"
+    assert found.fails
+
+
+def test_a_table_without_a_gated_column_is_refused() -> None:
+    with pytest.raises(GateError, match="baseline's table has no column flops"):
+        compare_exact(store.table([record()]), store.table([record()]).drop(columns="flops"))
+
+
+def folder(path: Path, *records: Record, config: str = "name: smoke\n", environment: Environment = HERE) -> Path:
+    run = RunFolder.create(path, "smoke")
+    for one in records:
+        run.append(one)
+    store.write_config(path, config)
+    store.write_environment(path, environment)
+    return path
+
+
+def test_no_baseline_tells_the_command(tmp_path: Path) -> None:
+    with pytest.raises(GateError, match="harness gate --accept"):
+        gate(folder(tmp_path / "run", record()), tmp_path / "baseline")
+
+
+def test_an_accepted_run_passes_its_own_gate(tmp_path: Path) -> None:
+    awkward = (
+        record("z", err_ratio=1.23456789, kv_bytes_per_token=0.1 + 0.2, flops=2**60 + 1, mask="NA"),
+        record("a", status="error", err_ratio=math.inf, kv_heads=None, **dict.fromkeys(EXACT)),
+        record("u", status="unsupported", err_ratio=None, kernel="a,b|c:ü"),
+    )
+    run = folder(tmp_path / "run", *awkward)
+    text = accept(run, tmp_path / "baseline")
+    assert text.startswith("baseline smoke: 3 cells at c0ffee: 3 new, 0 removed, 0 changed\n+ a  error")
+    assert gate(run, tmp_path / "baseline") == ()
+    table, about = gates.read_baseline("smoke", tmp_path / "baseline")
+    assert table["case_id"].tolist() == ["a", "u", "z"]
+    assert table["mask"].tolist()[2] == "NA"
+    assert about.commit == "c0ffee"
+    assert about.environment == HERE
+    assert len(about.config_sha256) == 64
+    first = (tmp_path / "baseline" / "smoke.csv").read_bytes()
+    assert accept(run, tmp_path / "baseline").endswith("0 new, 0 removed, 0 changed")
+    assert (tmp_path / "baseline" / "smoke.csv").read_bytes() == first
+
+
+def test_one_byte_more_fails_the_gate_on_disk(tmp_path: Path) -> None:
+    accept(folder(tmp_path / "old", record()), tmp_path / "baseline")
+    (found,) = gate(folder(tmp_path / "new", record(kv_cache_bytes=4097)), tmp_path / "baseline")
+    assert found == Finding("a", "kv_cache_bytes", "kv_cache_bytes 4096 -> 4097", True)
+
+
+def test_accepting_shows_what_changes(tmp_path: Path) -> None:
+    accept(folder(tmp_path / "old", record("a"), record("b"), record("c")), tmp_path / "baseline")
+    new = folder(tmp_path / "new", record("a", params=101, err_ratio=1.3), record("b"), record("d"))
+    assert accept(new, tmp_path / "baseline").split("\n") == [
+        "baseline smoke: 3 cells at c0ffee: 1 new, 1 removed, 1 changed",
+        "~ a  params 100 -> 101; err_ratio 1.2 -> 1.3",
+        "- c",
+        "+ d  ok",
+    ]
+    assert gate(new, tmp_path / "baseline") == ()
+
+
+def test_another_machine_or_config_is_told_and_is_no_failure(tmp_path: Path) -> None:
+    accept(folder(tmp_path / "old", record()), tmp_path / "baseline")
+    there = replace(HERE, torch="2.14", commit="other", memory_bytes=1)
+    new = folder(tmp_path / "new", record(), config="name: smoke\nseed: 1\n", environment=there)
+    assert gate(new, tmp_path / "baseline") == (
+        Finding("", "config", "the config differs from the baseline's", False),
+        Finding("", "environment", "torch 2.13 -> 2.14", False),
+    )
+
+
+def test_what_cannot_be_a_baseline(tmp_path: Path) -> None:
+    with pytest.raises(GateError, match="no cells"):
+        accept(folder(tmp_path / "empty"), tmp_path / "baseline")
+    with pytest.raises(GateError, match="several records of a"):
+        accept(folder(tmp_path / "twice", record(), record()), tmp_path / "baseline")
+    with pytest.raises(GateError, match="has no `name`"):
+        accept(folder(tmp_path / "nameless", record(), config="grid: {}\n"), tmp_path / "baseline")
+    assert not (tmp_path / "baseline").exists()
+
+
+def test_a_broken_baseline_is_named(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", record())
+    accept(run, tmp_path / "baseline")
+    csv = tmp_path / "baseline" / "smoke.csv"
+    csv.write_text(csv.read_text().replace("4096", "many"))
+    with pytest.raises(GateError, match=r"smoke\.csv"):
+        gate(run, tmp_path / "baseline")
+
+
+def test_two_suites_with_one_file_name_are_not_mixed_up(tmp_path: Path) -> None:
+    accept(folder(tmp_path / "a", record(), config="name: a b\n"), tmp_path / "baseline")
+    with pytest.raises(GateError, match="baseline of suite 'a b', not of 'a/b'"):
+        gate(folder(tmp_path / "b", record(), config="name: a/b\n"), tmp_path / "baseline")
+
+
+def test_frames_read_from_parquet_compare_too(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", record())
+    store.write_tables(run, store.read_records(run))
+    assert compare_exact(pd.read_parquet(run / store.PARQUET), store.load(run)) == ()
