@@ -12,7 +12,7 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench smoke test check fix nightly gate report clean distclean FORCE
+.PHONY: help setup bench smoke test check fix nightly gate report figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,9 @@ gate: $(STAMP) ## Compare the latest run with results/baseline; fails on a regre
 
 report: $(STAMP) ## Write the report of the latest run
 	@$(BIN)/harness report results/latest $(ARGS)
+
+figures: $(STAMP) ## Draw the README's picture from the latest run
+	@$(BIN)/harness report results/latest --figure docs/tradeoffs.png --quiet
 
 clean: ## Remove caches, build artefacts and runs; keeps results/baseline and .venv
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -69,10 +69,10 @@ class ContractBroken(Exception):
 
 
 class WatchedKernel:
-    """Counts a kernel's calls and, while `checking`, sees to it that the contract is kept."""
+    """Counts a kernel's calls and, while `checking` (always but when timing), sees to it that the contract is kept."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.calls, self.checking = kernel, 0, False
+        self.kernel, self.calls, self.checking = kernel, 0, True
 
     def as_kernel(self) -> Kernel:
         return dataclasses.replace(self.kernel, run=self.run)
@@ -90,8 +90,9 @@ class WatchedKernel:
         if out.shape != expected or out.dtype != q.dtype:
             raise ContractBroken(f"kernel returned {tuple(out.shape)} {out.dtype} instead of {expected} {q.dtype}")
         for name, tensor in inputs.items():
+            old, new = before[name], tensor.detach()
             # NaN is not equal to itself, and poisoned inputs hold some.
-            if not torch.equal(tensor.detach().nan_to_num(), before[name].nan_to_num()):
+            if not bool(((new == old) | (new.isnan() & old.isnan())).all()):
                 raise ContractBroken(f"kernel wrote into its input {name}")
         return out, weights
 

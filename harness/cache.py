@@ -18,6 +18,7 @@ class KVCache:
 
     def append(self, *streams: Tensor) -> tuple[Tensor, ...]:
         """Add L tokens to each stream; gives all tokens so far, as views."""
+        self._check(streams)
         start, end = self.length, self.length + streams[0].shape[2]
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*streams, *self._buffers)):
             # Autograd forbids writing into what it may need again: here, and only here, the cache is copied.
@@ -42,8 +43,21 @@ class KVCache:
     @property
     def allocated_bytes(self) -> int:
         """What the cache really occupies: its storages, each counted once."""
-        storages = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in self._buffers}
+        # By identity, not address: on the meta device every address is 0.
+        storages = {storage._cdata: storage.nbytes() for storage in (b.untyped_storage() for b in self._buffers)}
         return sum(storages.values())
+
+    def _check(self, streams: tuple[Tensor, ...]) -> None:
+        """Writing in place would broadcast and cast what does not fit, without a word."""
+        like = self._buffers or streams
+        if not streams or len(streams) != len(like):
+            raise ValueError(f"{len(streams)} streams: must be {len(like) or 'at least 1'}")
+        L = streams[0].shape[2]
+        for new, held in zip(streams, like, strict=True):
+            B, heads, _, width = held.shape
+            if new.shape != (B, heads, L, width) or new.dtype != held.dtype:
+                expected = f"{(B, heads, L, width)} {held.dtype}"
+                raise ValueError(f"stream {tuple(new.shape)} {new.dtype}: must be {expected}, like what it joins")
 
     def _reserve(self, length: int, like: tuple[Tensor, ...]) -> None:
         if self._buffers and self._buffers[0].shape[2] >= length:

@@ -13,6 +13,7 @@ from harness.compare import fast_path_off
 from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, judge
 
 Function = Callable[..., Any]
+PARAMETER = "grad parameter "  # two modules may name and cut their parameters differently: only shared names compare
 
 
 def check(
@@ -49,11 +50,14 @@ def check(
     draws = [(reference, arguments), *(draw() for _ in range(JITTER_DRAWS))]
     with fast_path_off():
         r = [run(function, values) for function, values in draws]
+        _refuse_other_outputs(r[0])
         c = run(candidate, arguments)
         with sdpa_kernel(SDPBackend.MATH):
             g = [run(_in_float64(function), _double(values)) for function, values in draws]
-    verdicts = [_verdict(name, c.get(name), r, g) for name in r[0]]
-    verdicts += [TensorVerdict(name, "given", "mismatch", "the reference has none") for name in c.keys() - r[0].keys()]
+    names = [name for name in r[0] if name in c or not name.startswith(PARAMETER)]
+    extra = [name for name in c if name not in r[0] and not name.startswith(PARAMETER)]
+    verdicts = [_verdict(name, c.get(name), r, g) for name in names]
+    verdicts += [TensorVerdict(name, "given", "mismatch", "the reference has none") for name in extra]
     return Equivalence(tuple(verdicts))
 
 
@@ -64,6 +68,16 @@ def assert_equivalent(candidate: Function, reference: Function, inputs: Any, **o
         worst = found.worst
         table = found.table().to_string(index=False)
         raise AssertionError(f"{found.status}: {worst.tensor}: {worst.reason}\n{table}")
+
+
+def _refuse_other_outputs(outputs: Mapping[str, Any]) -> None:
+    """Before the candidate is blamed for giving the same."""
+    for name, value in outputs.items():
+        if not _is_real(value):
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the reference's {name} is {kind}: outputs must be floating-point tensors, in one level")
+    if not outputs:
+        raise ValueError("the reference returned nothing: there is nothing to compare")
 
 
 def _verdict(name: str, candidate: Any, r: list[dict[str, Any]], g: list[dict[str, Any]]) -> TensorVerdict:
@@ -128,7 +142,7 @@ def _run(
             cotangents[key] = torch.randn(out.shape, generator=generator).to(out.dtype)
     wanted = {key: value for key, value in leaves.items() if _is_real(value)}
     if isinstance(function, nn.Module):
-        wanted |= {key: p for key, p in function.named_parameters() if p.requires_grad}
+        wanted |= {f"parameter {key}": p for key, p in function.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(
         list(roots.values()),
         list(wanted.values()),

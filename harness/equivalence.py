@@ -46,9 +46,9 @@ class TensorVerdict:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Worst last."""
-        ratio = self.err_ratio if self.err_ratio is not None else (-1.0 if self.status == "ok" else float("inf"))
-        return SEVERITY.index(self.status), ratio
+        """Worst last. What failed without an error to compare (a wrong shape, a NaN) is worse than any number."""
+        nothing = float("inf") if self.status == "mismatch" else 0.0
+        return SEVERITY.index(self.status), nothing if self.err_ratio is None else self.err_ratio
 
 
 @dataclass(frozen=True)
@@ -101,21 +101,22 @@ def judge(
     if candidate.numel() == 0:
         return TensorVerdict(tensor, regime, "ok")
 
-    c, g = candidate.detach().double(), golden.detach()
-    # Non-finite values must stand exactly where the golden has them; there nothing else is compared.
+    c, g = candidate.detach().double(), golden.detach().double()
     open_places = ~g.isfinite() if may_differ is None else ~g.isfinite() | may_differ
-    policy = c.isfinite() == g.isfinite()
-    if may_differ is not None:
-        policy = policy | may_differ
-    if not bool(policy.all()):
-        count = int((~policy).sum())
-        return mismatch(f"{count} of {c.numel()} elements are non-finite (or finite) where the golden is not")
 
     def closed(t: Tensor) -> Tensor:
         return t.abs().masked_fill(open_places, 0.0)
 
     r_errs = torch.stack([closed(r.detach().double() - at) for r, at in zip(references, goldens, strict=True)])
-    if not bool(r_errs.isfinite().all()):
+    overflow = ~r_errs.isfinite().all(0)
+    # The golden's NaN or infinity must stand exactly where the golden has it; there nothing else is compared.
+    policy = torch.where(g.isfinite(), c.isfinite() | overflow, (c == g) | (c.isnan() & g.isnan()))
+    if may_differ is not None:
+        policy = policy | may_differ
+    if not bool(policy.all()):
+        count = int((~policy).sum())
+        return mismatch(f"{count} of {c.numel()} elements are non-finite (or finite) where the golden is not")
+    if bool(overflow.any()):
         # An infinite noise floor would pass anything: where the reference overflows, nothing is said.
         return TensorVerdict(tensor, regime, "skipped", "the reference itself is not finite")
     jitter = torch.stack([closed(at - g) for at in goldens]).amax(0)
@@ -123,15 +124,14 @@ def judge(
     r_err = r_errs.amax(0)
     u = torch.finfo(reference.dtype).eps
 
-    worst, floor = float(c_err.max()), float(r_err.max() + jitter.max() + u * size.max())
+    worst, floor = c_err.max(), r_err.max() + jitter.max() + u * size.max()
     blocks = [_block_max(t) for t in (c_err, r_err, jitter, size)]
     # Gradients cancel: a block whose true gradient is 0 still carries one rounding of the terms that cancelled.
     block_size = size.max() if is_gradient else blocks[3]
     block_ratio = float(_ratio(blocks[0], blocks[1] + blocks[2] + u * block_size).max())
-    mean_limit = float(MEAN_FACTOR * r_errs.mean() + jitter.mean() + u * size.mean())
-    mean = float(c_err.mean())
-    ratio = float(_ratio(torch.tensor(worst), torch.tensor(floor)))
-    mean_ratio = float(_ratio(torch.tensor(mean), torch.tensor(mean_limit)))
+    ratio = float(_ratio(worst, floor))
+    mean_limit = MEAN_FACTOR * r_errs.mean() + jitter.mean() + u * size.mean()
+    mean_ratio = float(_ratio(c_err.mean(), mean_limit))
     status, reason = _decide(ratio, block_ratio, mean_ratio if c.numel() >= MEAN_ELEMENTS else 0.0)
     smallest = torch.finfo(reference.dtype).tiny
     return TensorVerdict(
@@ -139,12 +139,12 @@ def judge(
         regime=regime,
         status=status,
         reason=reason,
-        max_abs_err=worst,
-        mean_abs_err=mean,
+        max_abs_err=float(worst),
+        mean_abs_err=float(c_err.mean()),
         max_rel_err=float(_ratio(c_err, size).masked_fill(size == 0, 0.0).max()),
         max_ulp_err=float((c_err / (u * size.clamp(min=smallest))).max()),
         ref_max_abs_err=float(r_err.max()),
-        err_budget=OK_FACTOR * floor,
+        err_budget=OK_FACTOR * float(floor),
         err_ratio=ratio,
         block_ratio=block_ratio,
         mean_ratio=mean_ratio,

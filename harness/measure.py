@@ -10,7 +10,7 @@ import torch
 from harness.build import ContractBroken, Pair, Side, build_pair
 from harness.case import Case
 from harness.compare import compare_pair, run_steps, train_step
-from harness.config import Timing
+from harness.document import Timing
 from harness.equivalence import Equivalence
 from harness.kernels.call import Kernel, Unsupported
 from harness.peak import peak_bytes
@@ -44,7 +44,7 @@ def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], ti
         found |= {"status": "mismatch", "error": str(broken)}
     except MemoryError as failure:
         found |= {"status": "oom", "error": _describe(failure)}
-    except Exception as failure:  # the candidate is someone's unfinished code: whatever it raises is its row
+    except (Exception, SystemExit) as failure:  # someone's unfinished code: whatever it raises is its row
         is_oom = any(text in str(failure) for text in OUT_OF_MEMORY)
         found |= {"status": "oom" if is_oom else "error", "error": _describe(failure)}
     found |= {"seconds": time.perf_counter() - started, "measured_seconds": stopwatch.seconds}
@@ -114,6 +114,7 @@ def _status(pair: Pair, equivalence: Equivalence, found: dict[str, Any]) -> tupl
 
 def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[str, Any]:
     """The reference runs as its users run it, torch's fast path included."""
+    pair.watch.checking = False
     calls = {"candidate": _timed_call(pair, pair.candidate, seed), "reference": _timed_call(pair, pair.reference, seed)}
     with stopwatch.running():
         samples = interleave(

@@ -7,7 +7,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most that was allocated at once beyond what stood before the call."""
+    """The most that the call itself held at once; older memory that it frees is not credited."""
     # The legacy profiler gives the same allocator events as torch.profiler, at a hundredth of the set-up time.
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     autograd._enable_profiler_legacy(config)
@@ -18,7 +18,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
     current = peak = 0
     for events in threads:
         for event in events:
-            if event.kind() == "memory_alloc":  # frees are negative
+            if str(event.kind()) == "memory_alloc":  # frees are negative
                 current += event.cpu_memory_usage()
                 peak = max(peak, current)
     return peak

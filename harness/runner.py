@@ -1,7 +1,6 @@
 """The loop: load, measure each case, store it at once, derive the tables."""
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from rich.console import Console
 
 from harness import environment, store
 from harness.case import Case
-from harness.config import REGIMES, Suite, load_suite
+from harness.config import Suite, load_suite
+from harness.document import REGIMES
 from harness.report import rebuild
 from harness.report.progress import progress
 
@@ -62,7 +62,7 @@ def measure_all(suite: Suite, cases: Sequence[Case], out: Path | None, console: 
     from harness.measure import measure
 
     kernels = {name: find_kernel(name) for name in dict.fromkeys(case.kernel for case in cases)}
-    threads = suite.threads or os.cpu_count() or 1
+    threads = suite.threads or torch.get_num_threads()  # all cores, or what OMP_NUM_THREADS says
     folder = store.RunFolder.create(out, suite.name)
     store.write_config(folder.path, suite.source)
     store.write_environment(folder.path, environment.collect(threads))

@@ -10,7 +10,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from harness.config import ABSENT, REGIMES, ConfigError, Suite, Timing, load_suite
+from harness.config import ABSENT, ConfigError, Suite, load_suite
+from harness.document import REGIMES, Timing
 from harness.grid import AXES
 from harness.masks import MASKS
 from harness.specs import VARIANTS

@@ -10,12 +10,12 @@ from harness.kernels.call import AttentionCall, Kernel
 def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     B, H, L, D = q.shape
     H_kv, S = k.shape[1:3]
+    rows = H // H_kv * L  # the G query heads of a group become rows of one matrix product: K and V are never repeated
     dtype = q.dtype
     # Half-precision scores would break equality as soon as logits grow: fp32 from here to the output.
     q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
 
-    # The G query heads of a group become rows of one matrix product, so K and V are never repeated.
-    scores = (q * call.scale).reshape(B, H_kv, -1, D) @ k.mT  # (B, H_kv, G*L, S)
+    scores = (q * call.scale).reshape(B, H_kv, rows, D) @ k.mT  # (B, H_kv, G*L, S)
     scores = scores.view(B, H, L, S)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -31,8 +31,8 @@ def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor,
         weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     weights = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
 
-    out = weights.reshape(B, H_kv, -1, S) @ v  # (B, H_kv, G*L, D_v)
-    return out.view(B, H, L, -1).to(dtype), weights.to(dtype)
+    out = weights.reshape(B, H_kv, rows, S) @ v  # (B, H_kv, G*L, D_v)
+    return out.view(B, H, L, v.shape[-1]).to(dtype), weights.to(dtype)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -104,6 +104,9 @@ def make_call(
     L, S = q.shape[2], k.shape[2]
     start = _check_start(q_start, q.shape[0], S - L)
     left, right = _check_window(window)
+    if mask is not None and mask.is_floating_point() and mask.dtype != q.dtype:
+        # Rounded to half precision, a float32 mask would move the scores, and finfo(float32).min become -inf.
+        mask = mask.to(torch.promote_types(q.dtype, torch.float32))
     if isinstance(start, int):
         # What hides nothing is dropped, so that a decode step takes the path without a mask.
         causal = causal and start < S - 1
@@ -150,10 +153,11 @@ def _check_start(q_start: int | Tensor | None, batch: int, default: int) -> int 
     if q_start is None:
         return default
     if isinstance(q_start, Tensor):
-        if q_start.ndim == 0:
-            return int(q_start)
-        if q_start.shape != (batch,) or q_start.is_floating_point() or q_start.dtype == torch.bool:
+        if q_start.is_floating_point() or q_start.dtype == torch.bool or q_start.shape not in ((), (batch,)):
             raise ValueError(f"q_start {q_start.dtype} {tuple(q_start.shape)}: must be an int or a (B,) integer tensor")
+        return int(q_start) if q_start.ndim == 0 else q_start
+    if not isinstance(q_start, int):
+        raise ValueError(f"q_start = {q_start!r}: must be an int or a (B,) integer tensor")
     return q_start
 
 
@@ -165,6 +169,8 @@ def _check_window(window: int | tuple[int, int] | None) -> tuple[int | None, int
         if window < 1:
             raise ValueError(f"window = {window}: must be at least 1 (self)")
         return window - 1, 0
+    if len(window) != 2:
+        raise ValueError(f"window = {window}: must be a number of keys or a pair (left, right)")
     left, right = window
     if left < -1 or right < -1:
         raise ValueError(f"window = {window}: counts must be >= 0, or -1 for unbounded")

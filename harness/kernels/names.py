@@ -1,6 +1,5 @@
 """Which kernels exist, without importing torch: a kernel is a file here with a `KERNEL` in it."""
 
-import functools
 import pkgutil
 from pathlib import Path
 
@@ -8,10 +7,12 @@ from pathlib import Path
 MACHINERY = frozenset({"names", "call", "plugin", "shield", "front"})
 
 
-@functools.cache
+# Listed once, here: torch.compile warns of a functools.cache in its way.
+_FOUND = tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in MACHINERY))
+
+
 def kernel_names() -> tuple[str, ...]:
-    here = str(Path(__file__).parent)
-    return tuple(sorted(m.name for m in pkgutil.iter_modules([here]) if m.name not in MACHINERY))
+    return _FOUND
 
 
 def is_plugin(name: str) -> bool:

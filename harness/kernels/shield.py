@@ -52,11 +52,11 @@ def _run_cleaned(
     )
 
     # How many non-finite things each output element sees: a bad key spoils the whole row, a bad value its channel.
-    rows = allowed.to(torch.float32).reshape(B, H_kv, -1, S)  # (B, H_kv, G*L, S)
+    rows = allowed.to(torch.float32).reshape(B, H_kv, H // H_kv * L, S)  # (B, H_kv, G*L, S)
     bad_keys = rows @ (~k.isfinite()).any(-1, keepdim=True).to(torch.float32)  # (B, H_kv, G*L, 1)
     bad_values = rows @ (~v.isfinite()).to(torch.float32)  # (B, H_kv, G*L, D_v)
     row_spoilt = bad_keys.view(B, H, L, 1) > 0
-    out = torch.where(row_spoilt | (bad_values.view(B, H, L, -1) > 0), raw[0].detach(), out)
+    out = torch.where(row_spoilt | (bad_values.view(out.shape) > 0), raw[0].detach(), out)
     if weights is not None and raw[1] is not None:
         weights = torch.where(row_spoilt, raw[1].detach(), weights)
     return out, weights

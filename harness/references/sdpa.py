@@ -23,6 +23,8 @@ class StaticKV:
             self.k = k.new_zeros(k.shape[0], k.shape[1], self.capacity, k.shape[3])
             self.v = v.new_zeros(v.shape[0], v.shape[1], self.capacity, v.shape[3])
         end = self.length + k.shape[2]
+        if end > self.capacity:  # a slice beyond the end is empty, and one token would vanish into it silently
+            raise ValueError(f"{end} tokens: the capacity is {self.capacity}")
         self.k[:, :, self.length : end] = k
         self.v[:, :, self.length : end] = v
         self.length = end

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.case import DTYPES, PHASES, Case
-from harness.config import REGIMES, Suite
+from harness.config import Suite
+from harness.document import REGIMES
 from harness.kernels.names import kernel_names
 from harness.masks import MASKS
 from harness.specs import VARIANTS

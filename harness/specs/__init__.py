@@ -49,9 +49,16 @@ class VariantSpec:
 VARIANTS: Registry[VariantSpec] = Registry("variant")
 
 
+def at_least_one(key: str, value: int) -> int:
+    if value < 1:
+        raise Impossible(key, value, "must be at least 1")
+    return int(value)
+
+
 def resolve_head_dim(raw: Mapping[str, Any]) -> int:
+    at_least_one("heads", raw["heads"])
     if raw["head_dim"] is not None:
-        return int(raw["head_dim"])
+        return at_least_one("head_dim", raw["head_dim"])
     if raw["embed_dim"] % raw["heads"]:
         rule = f"must divide embed_dim ({raw['embed_dim']}) when head_dim is not given"
         raise Impossible("heads", raw["heads"], rule)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.case import PHASES, Case
-from harness.specs import VARIANTS, Impossible, VariantSpec, resolve_head_dim
+from harness.specs import VARIANTS, Impossible, VariantSpec, at_least_one, resolve_head_dim
 
 MATMUL = 2
 
@@ -87,16 +87,18 @@ def _flops(case: Case) -> int:
 def resolve_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Ranks that are not given follow DeepSeek's proportions: r = 4 N, R = N / 2, V = N."""
     head_dim = resolve_head_dim(raw)
-    rope = raw["rope_head_dim"] or max(2, head_dim // 4 * 2)
+    keys = ("q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim")
+    given = {key: at_least_one(key, raw[key]) for key in keys if raw[key] is not None}
+    rope = given.get("rope_head_dim", max(2, head_dim // 4 * 2))
     if rope % 2:
         raise Impossible("rope_head_dim", rope, "must be even: RoPE turns pairs of channels")
     return {
         "kv_heads": None,
         "head_dim": head_dim,
-        "q_lora_rank": raw["q_lora_rank"],
-        "kv_lora_rank": raw["kv_lora_rank"] or 4 * head_dim,
+        "q_lora_rank": given.get("q_lora_rank"),
+        "kv_lora_rank": given.get("kv_lora_rank", 4 * head_dim),
         "rope_head_dim": rope,
-        "v_head_dim": raw["v_head_dim"] or head_dim,
+        "v_head_dim": given.get("v_head_dim", head_dim),
     }
 
 

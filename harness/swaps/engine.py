@@ -55,14 +55,16 @@ class SwapReport:
 
 Converter = Callable[[Any, Mapping[str, Any]], Conversion]
 CONVERTERS: dict[type[nn.Module], Converter] = {}
+OPTIONS: dict[Converter, tuple[str, ...]] = {}  # which of `swap`'s options each converter heeds
 
 
-def converts(*kinds: type[nn.Module]) -> Callable[[Converter], Converter]:
+def converts(*kinds: type[nn.Module], options: tuple[str, ...] = ()) -> Callable[[Converter], Converter]:
     def register(convert: Converter) -> Converter:
         for kind in kinds:
             if kind in CONVERTERS:
                 raise ValueError(f"two converters for {kind.__name__}")
             CONVERTERS[kind] = convert
+        OPTIONS[convert] = options
         return convert
 
     return register
@@ -77,16 +79,20 @@ def swap(
     model = copy.deepcopy(model)
     done: dict[int, nn.Module] = {}  # old module -> its replacement: aliases get the same one
     rows: list[SwappedModule] = []
+    heeded: set[str] = set()
+    places: list[str] = []  # where a module was replaced whole, aliases included
     # The list is fixed before anything is replaced, and holds shared modules once per place.
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if any(row.name == "" or name.startswith(f"{row.name}.") for row in rows):
-            continue  # inside a module that was replaced whole
-        convert = _converter(name, module)
+        if any(place == "" or name.startswith(f"{place}.") for place in places):
+            continue  # went with its parent
+        convert = converter_of(name, module)
         if convert is None:
             continue
         if id(module) not in done:
             done[id(module)], row = _replace(name, module, convert, {"kernel": kernel, **options})
             rows.append(row)
+            heeded |= {*OPTIONS[convert]}
+        places.append(name)
         if name == "":
             model = done[id(module)]
         else:
@@ -94,10 +100,13 @@ def swap(
     if not rows:
         known = ", ".join(sorted(kind.__name__ for kind in CONVERTERS))
         raise SwapError(f"nothing to swap in {type(model).__name__}; known: {known}")
+    if ignored := options.keys() - heeded:
+        known = ", ".join(sorted(heeded)) or "none"
+        raise SwapError(f"options no swapped module heeds: {', '.join(sorted(ignored))}; known here: {known}")
     return model, SwapReport(tuple(rows))
 
 
-def _converter(name: str, module: nn.Module) -> Converter | None:
+def converter_of(name: str, module: nn.Module) -> Converter | None:
     convert = CONVERTERS.get(type(module))
     if convert is None and isinstance(module, tuple(CONVERTERS)):
         known = next(kind.__name__ for kind in CONVERTERS if isinstance(module, kind))
@@ -106,22 +115,33 @@ def _converter(name: str, module: nn.Module) -> Converter | None:
     return convert
 
 
+def convert_child(name: str, child: nn.Module, convert: Converter, options: Mapping[str, Any]) -> Conversion:
+    """For a converter that replaces a module whole: its attention must be exactly the one it knows."""
+    if converter_of(name, child) is not convert:
+        raise SwapError(f"{name} is {type(child).__name__}: cannot be swapped inside its parent")
+    return convert(child, options)
+
+
 def _replace(
     name: str, old: nn.Module, convert: Converter, options: Mapping[str, Any]
 ) -> tuple[nn.Module, SwappedModule]:
     conversion = convert(old, options)
     new = conversion.module
     prefix = f"{name}." if name else ""
-    old_parameters, new_parameters = dict(old.named_parameters()), dict(new.named_parameters())
+    # Two names of one tied parameter are two sources.
+    old_parameters = dict(old.named_parameters(remove_duplicate=False))
+    new_parameters = dict(new.named_parameters())
     if missing := new_parameters.keys() ^ conversion.weights.keys():
         raise SwapError(f"{name or 'the model'}: parameters without a source: {', '.join(sorted(missing))}")
+    if lost := old_parameters.keys() - {source.name for source in conversion.weights.values()}:
+        raise SwapError(f"{name or 'the model'}: parameters that nothing takes over: {', '.join(sorted(lost))}")
     with torch.no_grad():
         for key, source in conversion.weights.items():
             origin = old_parameters[source.name]
             new_parameters[key].copy_(source.of(origin))
             new_parameters[key].requires_grad_(origin.requires_grad)
     for key, source in conversion.weights.items():
-        if not torch.equal(new_parameters[key], source.of(old_parameters[source.name])):
+        if not _same_bits(new_parameters[key], source.of(old_parameters[source.name])):
             raise SwapError(f"{prefix}{key} differs from its source {prefix}{source.name} after the swap")
     new.train(old.training)
     row = SwappedModule(
@@ -133,3 +153,12 @@ def _replace(
         weights={prefix + key: WeightSource(prefix + s.name, s.rows) for key, s in conversion.weights.items()},
     )
     return new, row
+
+
+def _same_bits(new: Tensor, old: Tensor) -> bool:
+    """NaN included, -0.0 apart from 0.0; tensors on the meta device have no bits."""
+    if new.shape != old.shape or new.dtype != old.dtype:
+        return False
+    if new.is_meta and old.is_meta:
+        return True
+    return torch.equal(*(t.detach().flatten().view(torch.uint8) for t in (new, old)))

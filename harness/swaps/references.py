@@ -8,7 +8,7 @@ from torch import nn
 from harness.references.mla_block import MlaBlock
 from harness.references.sdpa import SdpaAttention
 from harness.references.sdpa_mla import ExpandedMLA
-from harness.swaps.engine import Conversion, WeightSource, converts
+from harness.swaps.engine import Conversion, WeightSource, convert_child, converts
 from harness.variants.blocks import EncoderLayer
 from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
@@ -50,7 +50,7 @@ MLA_NAMES = {
 }
 
 
-@converts(ExpandedMLA)
+@converts(ExpandedMLA, options=("mode",))
 def convert_mla(old: ExpandedMLA, options: Mapping[str, Any]) -> Conversion:
     new = MultiHeadLatentAttention(
         old.wkv_a.in_features,
@@ -69,10 +69,10 @@ def convert_mla(old: ExpandedMLA, options: Mapping[str, Any]) -> Conversion:
     return renamed(new, MLA_NAMES)
 
 
-@converts(MlaBlock)
+@converts(MlaBlock, options=("mode",))
 def convert_mla_block(old: MlaBlock, options: Mapping[str, Any]) -> Conversion:
     new = EncoderLayer(
-        convert_mla(old.attn, options).module,
+        convert_child("attn", old.attn, convert_mla, options).module,
         old.up.in_features,
         old.up.out_features,
         norm_first=True,

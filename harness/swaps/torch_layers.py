@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.swaps.engine import Conversion, SwapError, WeightSource, converts
+from harness.swaps.engine import Conversion, SwapError, WeightSource, convert_child, converts
 from harness.variants.blocks import EncoderLayer
 from harness.variants.mha import MultiHeadAttention
 
@@ -36,7 +36,7 @@ def convert_mha(old: nn.MultiheadAttention, options: Mapping[str, Any]) -> Conve
 
 @converts(nn.TransformerEncoderLayer)
 def convert_encoder_layer(old: nn.TransformerEncoderLayer, options: Mapping[str, Any]) -> Conversion:
-    attention = convert_mha(old.self_attn, options)
+    attention = convert_child("self_attn", old.self_attn, convert_mha, options)
     known = {torch.nn.functional.relu: "relu", torch.nn.functional.gelu: "gelu"}
     if old.activation not in known:
         raise SwapError(f"activation {old.activation}: only relu and gelu are known")

@@ -24,6 +24,8 @@ class GroupedQueryAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if num_heads < 1:
+            raise ValueError(f"num_heads ({num_heads}) must be at least 1")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads ({num_kv_heads}) must divide num_heads ({num_heads})")
         if head_dim is None and embed_dim % num_heads:

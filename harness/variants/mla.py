@@ -45,6 +45,11 @@ class MultiHeadLatentAttention(nn.Module):
         super().__init__()
         if mode not in ("auto", "naive", "absorbed"):
             raise ValueError(f"mode = {mode!r}: must be auto, naive or absorbed")
+        sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank}
+        sizes |= {"nope_head_dim": nope_head_dim, "rope_head_dim": rope_head_dim, "v_head_dim": v_head_dim}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} = {size}: must be at least 1")
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.nope_head_dim, self.rope_head_dim, self.v_head_dim = nope_head_dim, rope_head_dim, v_head_dim

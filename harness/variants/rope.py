@@ -24,9 +24,11 @@ class Rope:
     def _angles(self, start: int, end: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         table = self._table
         if table is None or table[0].shape[0] < end or table[0].dtype != dtype or table[0].device != device:
-            length = max(end, 2 * table[0].shape[0] if table is not None else 0)
-            pairs = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
-            positions = torch.arange(length, dtype=torch.float64, device=device)
-            angles = positions[:, None] * self.theta ** (-pairs / self.dim)
-            table = self._table = (angles.cos().to(dtype), angles.sin().to(dtype))
+            held = 0 if table is None else table[0].shape[0]
+            length = max(end, held if held >= end else 2 * held)
+            with torch.inference_mode(False):  # a table made in inference mode could not be used in training later
+                pairs = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
+                positions = torch.arange(length, dtype=torch.float64, device=device)
+                angles = positions[:, None] * self.theta ** (-pairs / self.dim)
+                table = self._table = (angles.cos().to(dtype), angles.sin().to(dtype))
         return table[0][start:end], table[1][start:end]

@@ -48,13 +48,13 @@ class UnifiedAttention(nn.Module):
             "device": device,
             "dtype": dtype,
         }
+        ranks = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank}
+        ranks |= {"rope_head_dim": rope_head_dim, "v_head_dim": v_head_dim}
         self.attention: GroupedQueryAttention | MultiHeadLatentAttention
         if attention_type in ("mla", "mla_naive", "mla_absorbed"):
             if num_kv_heads is not None:
                 raise ValueError(f"num_kv_heads = {num_kv_heads}: MLA has none, its heads share a latent")
-            asked = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank}
-            asked |= {"rope_head_dim": rope_head_dim, "v_head_dim": v_head_dim, "head_dim": head_dim}
-            dims = resolve_latent({"embed_dim": d_model, "heads": num_heads, **asked})
+            dims = resolve_latent({"embed_dim": d_model, "heads": num_heads, "head_dim": head_dim, **ranks})
             self.attention = MultiHeadLatentAttention(
                 d_model,
                 num_heads,
@@ -68,6 +68,9 @@ class UnifiedAttention(nn.Module):
             )
         else:
             kv_heads = kv_heads_of(attention_type, num_heads, num_kv_heads)
+            for name, value in ranks.items():
+                if value is not None:
+                    raise ValueError(f"{name} = {value}: {attention_type} has none, only MLA does")
             self.attention = GroupedQueryAttention(d_model, num_heads, kv_heads, head_dim=head_dim, **options)
 
     def forward(self, x: Tensor, **rules: Any) -> Any:

@@ -1,0 +1,17 @@
+"""What every test file shares."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """The command line configures the package's logger; a later test must neither write to its closed stream nor lose
+    its own capture."""
+    logger = logging.getLogger("harness")
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    yield
+    logger.level, logger.propagate, logger.handlers = before
+    logger.manager._clear_cache()  # type: ignore[attr-defined]  # isEnabledFor is cached per level
