@@ -6,6 +6,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EQUAL, NOT_EQUAL, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("harness: interrupted; finished cases are in the run's records.jsonl", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `harness list | head` is no error
+        _discard_output()
         return EQUAL
     except OSError as error:  # a folder that cannot be written, a full disk: not a mismatch, so not exit 1
         print(f"harness: {error}", file=sys.stderr)
@@ -98,15 +102,13 @@ def _run(options: argparse.Namespace) -> int:
     # Must be set before torch is loaded. Threads that spin at every barrier make a run on a busy machine 20 times
     # slower, because each barrier then waits for the scheduler; these spin for microseconds, then sleep.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    from rich.console import Console
-
     if options.dry_run:
         from harness.config import load_suite
         from harness.report.plan import print_plan
         from harness.runner import take_shard
 
         suite = load_suite(options.config, kernels=options.kernel)
-        print_plan(suite, take_shard(suite.cases, options.shard), Console(), every=options.verbose)
+        print_plan(suite, take_shard(suite.cases, options.shard), _console(), every=options.verbose)
         return EQUAL
 
     from harness.report.summary import judge
@@ -124,7 +126,7 @@ def _run(options: argparse.Namespace) -> int:
     if not options.quiet:
         print_summary(
             frame,
-            Console(),
+            _console(),
             folder=Path(frame.attrs["folder"]),
             measured_share=frame.attrs["measured_share"],
             elapsed=frame.attrs["elapsed"],
@@ -132,6 +134,22 @@ def _run(options: argparse.Namespace) -> int:
     verdict = judge(frame)
     degraded = options.strict and verdict.statuses.get("degraded", 0)
     return EQUAL if verdict.passed and not degraded else NOT_EQUAL
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            """rich would exit 1; but `harness list | head` is no error, and a run's exit code is its verdict."""
+            self.quiet = True
+            _discard_output()
+
+    return Terminal()
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _process_start() -> float:
@@ -143,8 +161,6 @@ def _process_start() -> float:
 
 
 def _gate(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from harness import gate
     from harness.report.terminal import print_findings
 
@@ -155,13 +171,11 @@ def _gate(options: argparse.Namespace) -> int:
         return EQUAL
     findings = gate.gate(options.folder, options.baseline)
     if not options.quiet:
-        print_findings(findings, Console(), suite=gate.suite_name(options.folder))
+        print_findings(findings, _console(), suite=gate.suite_name(options.folder))
     return NOT_EQUAL if any(finding.fails for finding in findings) else EQUAL
 
 
 def _report(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from harness.report import rebuild
     from harness.report.terminal import print_summary
 
@@ -172,14 +186,12 @@ def _report(options: argparse.Namespace) -> int:
         save(frame, options.figure)
     if not options.quiet:
         share, elapsed = frame.attrs["measured_share"], frame.attrs["elapsed"]
-        print_summary(frame, Console(), folder=options.folder, measured_share=share, elapsed=elapsed)
+        print_summary(frame, _console(), folder=options.folder, measured_share=share, elapsed=elapsed)
     return EQUAL
 
 
 def _list(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from harness.report.plan import print_names
 
-    print_names(Console())
+    print_names(_console())
     return EQUAL

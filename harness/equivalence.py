@@ -3,7 +3,8 @@
 C = candidate; R = reference in the same dtype; G = golden, the reference in float64 on the already rounded inputs and
 weights; u = eps of the dtype. Four more draws repeat R and G with inputs and weights jittered by a relative u.
 The noise floor is N = max|R - G| + J + u max|G|: the reference's own rounding (the largest of the draws: of a small
-tensor one draw says little), how far G moves under the jitter (the problem's conditioning), and one rounding.
+tensor one draw says little), how far G moves under a jitter of the eps that scores are computed in (the problem's
+conditioning), and one rounding.
 Every test is written `value <= limit`, so that a NaN never passes.
 """
 
@@ -21,7 +22,8 @@ OK_FACTOR = 2.0  # of N, over the whole tensor
 BLOCK_FACTOR = 4.0  # of the block's own N: a block's maxima scatter more
 DEGRADED_FACTOR = 32.0  # of N; for blocks twice that, as BLOCK_FACTOR is twice OK_FACTOR
 MEAN_FACTOR = 1.5  # of mean|R - G|
-# The mean of n errors scatters by 0.76 / sqrt(n) of itself: below this size a factor of 1.5 is within chance.
+# The mean of n errors scatters by 0.76 / sqrt(n) of itself: below this size a factor of 1.5 is within chance. So it is
+# for gradients of any size: a weight's gradient is a sum over a few dominant tokens, and its errors go together.
 MEAN_ELEMENTS = 256
 BLOCK_ROWS = 16
 JITTER_DRAWS = 4
@@ -119,10 +121,12 @@ def judge(
     if bool(overflow.any()):
         # An infinite noise floor would pass anything: where the reference overflows, nothing is said.
         return TensorVerdict(tensor, regime, "skipped", "the reference itself is not finite")
-    jitter = torch.stack([closed(at - g) for at in goldens]).amax(0)
+    # Half types are scored in fp32: there a rounding of the inputs' own eps would excuse half-precision scores.
+    u = torch.finfo(reference.dtype).eps
+    scored_in = torch.finfo(torch.promote_types(reference.dtype, torch.float32)).eps
+    jitter = scored_in / u * torch.stack([closed(at - g) for at in goldens]).amax(0)
     c_err, size = closed(c - g), closed(g)
     r_err = r_errs.amax(0)
-    u = torch.finfo(reference.dtype).eps
 
     worst, floor = c_err.max(), r_err.max() + jitter.max() + u * size.max()
     blocks = [_block_max(t) for t in (c_err, r_err, jitter, size)]
@@ -132,7 +136,8 @@ def judge(
     ratio = float(_ratio(worst, floor))
     mean_limit = MEAN_FACTOR * r_errs.mean() + jitter.mean() + u * size.mean()
     mean_ratio = float(_ratio(c_err.mean(), mean_limit))
-    status, reason = _decide(ratio, block_ratio, mean_ratio if c.numel() >= MEAN_ELEMENTS else 0.0)
+    by_mean = c.numel() >= MEAN_ELEMENTS and not is_gradient
+    status, reason = _decide(ratio, block_ratio, mean_ratio if by_mean else 0.0)
     smallest = torch.finfo(reference.dtype).tiny
     return TensorVerdict(
         tensor=tensor,

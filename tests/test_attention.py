@@ -1,5 +1,6 @@
 """`harness.attention`: weights, dead rows, precision, dropout, grouped heads, shapes, errors, kernels by name."""
 
+import functools
 import re
 
 import pytest
@@ -170,16 +171,14 @@ def half_scores(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[T
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_scored_in_fp32(dtype):
-    """Judged without jittered draws: moving the inputs by an eps of a half type would cover half-precision scores."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = ((8 * torch.randn(1, H, 64, 64, generator=generator)).to(dtype) for _ in range(3))
-    k, v = k[:, :H_kv], v[:, :H_kv]
-    r = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    g = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+    inputs = (q, k[:, :H_kv], v[:, :H_kv])
+    reference = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
     for kernel in KERNELS:
-        assert judge("out", harness.attention(q, k, v, kernel=kernel), [r], [g]).status == "ok"
-    worse = harness.attention(q, k, v, kernel=Kernel("half", half_scores))
-    assert judge("out", worse, [r], [g]).status == "degraded"  # so the test above can fail
+        assert harness.check(functools.partial(harness.attention, kernel=kernel), reference, inputs).status == "ok"
+    worse = functools.partial(harness.attention, kernel=Kernel("half", half_scores))
+    assert harness.check(worse, reference, inputs).status == "degraded"  # so the test above can fail
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

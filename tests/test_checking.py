@@ -89,7 +89,7 @@ def test_other_arguments_go_through_untouched():
     def ours(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float) -> Any:
         return harness.attention(q, k, v, mask=attn_mask, scale=scale)
 
-    inputs = {"attn_mask": mask, "scale": 0.25}
+    inputs: dict[str, Any] = {"attn_mask": mask, "scale": 0.25}
     found = harness.check(
         lambda q, k, v: ours(q, k, v, **inputs),
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **inputs),

@@ -79,7 +79,9 @@ def test_the_factors_are_those_of_the_spec():
 
 def test_every_number_of_a_verdict():
     golden = 2 * ones(4, 4)
-    verdict = judge("weights", off_by(golden, 2.0**-4, (0, 0)), [off_by(golden, R_ERR, (1, 1))], [golden], regime="tiny")
+    verdict = judge(
+        "weights", off_by(golden, 2.0**-4, (0, 0)), [off_by(golden, R_ERR, (1, 1))], [golden], regime="tiny"
+    )
     floor = R_ERR + 2 * U
     assert (verdict.tensor, verdict.regime, verdict.status) == ("weights", "tiny", "mismatch")
     assert verdict.max_abs_err == 2.0**-4
@@ -411,7 +413,8 @@ def online(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         new = torch.maximum(top, scores.amax(-1, keepdim=True))
         shrink = torch.where(new == -INF, 0.0, (top - new).exp())
         weights = torch.where(scores == -INF, 0.0, (scores - new).exp())
-        out, total, top = out * shrink + weights @ v[:, :, start : start + 5], total * shrink + weights.sum(-1, True), new
+        out = out * shrink + weights @ v[:, :, start : start + 5]
+        total, top = total * shrink + weights.sum(-1, keepdim=True), new
     return (out / total).to(dtype)
 
 
@@ -458,10 +461,10 @@ class Problem:
             self.mask[..., S // 2] = True  # no dead row: those are a matter of policy, not of rounding
             self.mask[..., -1] &= S <= 2
         u = torch.finfo(dtype).eps
-        inputs = (self.q, self.k, self.v)
-        draws = [inputs, *(tuple(jitter(t, u, g) for t in inputs) for _ in range(JITTER_DRAWS))]
-        self.references = [sdpa(*draw, self.mask) for draw in draws]
-        self.goldens = [math_backend(*(t.double() for t in draw), self.mask) for draw in draws]
+        inputs = [self.q, self.k, self.v]
+        draws = [inputs, *([jitter(t, u, g) for t in inputs] for _ in range(JITTER_DRAWS))]
+        self.references = [sdpa(q, k, v, self.mask) for q, k, v in draws]
+        self.goldens = [math_backend(q.double(), k.double(), v.double(), self.mask) for q, k, v in draws]
 
     def judge(self, core: Core) -> TensorVerdict:
         k, v = self.k, self.v

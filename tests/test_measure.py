@@ -17,6 +17,7 @@ from harness.cache import KVCache
 from harness.case import Case
 from harness.compare import compare_pair
 from harness.document import REGIMES, Timing
+from harness.kernels.call import AttentionCall
 from harness.kernels.front import find_kernel
 from harness.measure import measure
 from harness.record import COLUMNS, STATUSES, Record
@@ -32,10 +33,11 @@ SPEED = ("latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "l
 WEIGHT = ("params", "ref_params", "params_formula", "flops")
 CACHE = ("kv_cache_bytes", "kv_cache_bytes_formula", "kv_bytes_per_token")
 # SPEC's list, as it stands there.
-SPEC_COLUMNS = """case_id variant kernel reference embed_dim heads kv_heads head_dim seq_len
+SPEC_COLUMNS = """
+case_id variant kernel reference embed_dim heads kv_heads head_dim seq_len
 kv_len batch mask dtype phase status max_abs_err mean_abs_err max_rel_err max_ulp_err ref_max_abs_err err_budget
 err_ratio grad_max_abs_err params ref_params kv_cache_bytes kv_cache_bytes_formula kv_bytes_per_token latency_ms
-ref_latency_ms latency_ratio latency_ratio_lo latency_ratio_hi peak_bytes flops calls error""".split()
+ref_latency_ms latency_ratio latency_ratio_lo latency_ratio_hi peak_bytes flops calls error"""
 
 
 def case(**axes: Any) -> Case:
@@ -46,13 +48,18 @@ def case(**axes: Any) -> Case:
     return Case(**(defaults | axes))
 
 
-GQA = {"variant": "gqa", "kv_heads": 2}
-MLA = {"variant": "mla", "kv_heads": None, "kv_lora_rank": 16, "rope_head_dim": 4, "v_head_dim": 8}
-BLOCK = {"variant": "block_post_ln"}
+GQA: dict[str, Any] = {"variant": "gqa", "kv_heads": 2}
+MLA: dict[str, Any] = {"variant": "mla", "kv_heads": None, "kv_lora_rank": 16, "rope_head_dim": 4, "v_head_dim": 8}
+BLOCK: dict[str, Any] = {"variant": "block_post_ln"}
 
 
 def record(
-    kernel: Any = "eager", *, regimes: tuple[str, ...] = ("plain",), timing: Timing = UNTIMED, seed: int = 0, **axes: Any
+    kernel: Any = "eager",
+    *,
+    regimes: tuple[str, ...] = ("plain",),
+    timing: Timing = UNTIMED,
+    seed: int = 0,
+    **axes: Any,
 ) -> Record:
     return measure(case(**axes), find_kernel(kernel), seed=seed, regimes=regimes, timing=timing)
 
@@ -69,7 +76,7 @@ def empty(found: Record, *names: str) -> bool:
 
 
 def test_every_column_of_the_spec_exists():
-    assert set(SPEC_COLUMNS) <= set(COLUMNS)
+    assert set(SPEC_COLUMNS.split()) <= set(COLUMNS)
 
 
 @pytest.mark.parametrize("axes", [{}, GQA, MLA, {"phase": "decode"}, {"phase": "decode", **MLA}], ids=str)
@@ -229,13 +236,13 @@ def test_writing_what_looks_the_same_to_a_comparison_is_seen(value: float):
     q, k, v = (torch.randn(1, 1, 2, 2) for _ in range(3))
     mask = torch.tensor([[0.0, -math.inf], [0.0, 0.0]])
     with pytest.raises(harness.build.ContractBroken, match="input mask"):
-        watch.run(q, k, v, harness.build.AttentionCall(scale=1.0, mask=mask))
+        watch.run(q, k, v, AttentionCall(scale=1.0, mask=mask))
     v[0, 0, 0, 0] = math.nan
     if math.isnan(value):
-        watch.run(q, k, v, harness.build.AttentionCall(scale=1.0))
+        watch.run(q, k, v, AttentionCall(scale=1.0))
     else:
         with pytest.raises(harness.build.ContractBroken, match="input v"):
-            watch.run(q, k, v, harness.build.AttentionCall(scale=1.0))
+            watch.run(q, k, v, AttentionCall(scale=1.0))
 
 
 def test_a_mismatch_keeps_its_numbers():
@@ -339,7 +346,7 @@ def test_parameters_that_differ_from_the_formula_are_a_mismatch(monkeypatch: pyt
 
 
 def test_parameters_that_differ_from_the_reference_are_a_mismatch(monkeypatch: pytest.MonkeyPatch):
-    honest = harness.build.swap
+    honest = harness.swap
 
     def loses_one(model: nn.Module, **options: Any) -> Any:
         swapped = honest(model, **options)
@@ -352,7 +359,7 @@ def test_parameters_that_differ_from_the_reference_are_a_mismatch(monkeypatch: p
 
 
 def test_a_swap_that_loses_a_weight_is_found_by_its_numbers(monkeypatch: pytest.MonkeyPatch):
-    honest = harness.build.swap
+    honest = harness.swap
 
     def spoils_one(model: nn.Module, **options: Any) -> Any:
         candidate, report = honest(model, **options)
@@ -400,7 +407,12 @@ def test_the_fast_path_hides_no_wrong_kernel(variant: str):
 
 
 def test_the_seed_decides_every_error_whatever_the_order():
-    cases = [{}, {"phase": "decode", **GQA}, {"phase": "train", "mask": "none"}, {"mask": "padding", **MLA}]
+    cases: list[dict[str, Any]] = [
+        {},
+        {"phase": "decode", **GQA},
+        {"phase": "train", "mask": "none"},
+        {"mask": "padding", **MLA},
+    ]
 
     def errors(order: list[int], **options: Any) -> dict[int, Any]:
         found = {at: record(regimes=("plain", "wide", "poison"), **options, **cases[at]) for at in order}
