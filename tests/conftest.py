@@ -1,9 +1,13 @@
 """What every test file shares."""
 
 import logging
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `from tests import ...` also under a bare `pytest`
 
 
 @pytest.fixture(autouse=True)

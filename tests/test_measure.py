@@ -154,6 +154,22 @@ def test_timing_keeps_the_raw_samples():
     assert 0 < found.measured_seconds < found.seconds
 
 
+def test_only_timing_runs_without_the_contract_checks(monkeypatch: pytest.MonkeyPatch):
+    """Their clones would be timed, and counted as peak memory."""
+    honest, seen = harness.build.WatchedKernel.run, list[bool]()
+
+    def run(self: harness.build.WatchedKernel, *arguments: Any) -> Any:
+        seen.append(self.checking)
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(harness.build.WatchedKernel, "run", run)
+    found = record(wrong_kernels.plain, timing=BRIEF)
+    assert found.calls == 1
+    assert seen[:2] == [True, True]  # weighed, compared
+    assert len(seen) > 2
+    assert not any(seen[2:])
+
+
 def test_weights_are_compared_where_both_sides_have_them():
     assert {row["tensor"] for row in record().equivalence} == {"out", "weights"}
     assert {row["tensor"] for row in record("sdpa").equivalence} == {"out"}

@@ -1,0 +1,89 @@
+"""Every command, config and Python example of the README runs, and its table has today's columns."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.config import load_suite
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def fences(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+PYTHON = [code for code in fences("python") if not code.startswith("# my_kernels.py")]
+COMMANDS = [line.partition("#")[0].strip() for block in fences("bash") for line in block.splitlines() if line.strip()]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder like the repository's root, with the README's own kernel file in it."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (kernel,) = (code for code in fences("python") if code.startswith("# my_kernels.py"))
+    (tmp_path / "my_kernels.py").write_text(kernel)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_readme_has_examples_of_each_kind():
+    assert len(PYTHON) >= 3
+    assert len(COMMANDS) >= 5
+    assert len(fences("yaml")) == 1
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+def test_python_examples_run(code: str, workplace: Path):
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_commands_run_in_order(workplace: Path):
+    """Make targets are named; harness commands run, each with exit code 0."""
+    ran = 0
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for command in COMMANDS:
+        program, *arguments = shlex.split(command)
+        if program == "make":
+            assert arguments[0] in targets, command
+            continue
+        assert program == "harness", command
+        assert main(arguments) == 0, command
+        ran += 1
+    assert ran >= 4
+
+
+def test_the_config_example_is_valid_and_runs(workplace: Path):
+    (example,) = fences("yaml")
+    (workplace / "tradeoffs.yaml").write_text(example)
+    assert len(load_suite("tradeoffs.yaml").cases) == 4 * 2 * 3 * 2 - 4 + 1
+    assert main(["run", "tradeoffs.yaml", "--quiet", "--shard", "1/8"]) == 0
+
+
+def test_the_table_is_like_a_real_one(workplace: Path, capsys: pytest.CaptureFixture[str]):
+    """Same headings and legend as a run prints today; the numbers are the author's machine's."""
+    shown = re.search(r"<!-- bench.*?-->\n```\n(.*?)```", README, flags=re.DOTALL)
+    assert shown is not None
+    assert main(["run", "configs/smoke.yaml"]) == 0
+    printed = capsys.readouterr().out
+    headings = [line for line in printed.splitlines() if "variant" in line or line.endswith("?")]
+    assert len(headings) >= 3
+    for heading in headings:
+        assert heading.split() in [line.split() for line in shown[1].splitlines()], heading
+
+
+def test_every_linked_file_exists():
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_every_named_file_exists():
+    for name in re.findall(r"`((?:harness|configs|docs)/[\w./]*)`", README):
+        assert (ROOT / name).exists(), name
