@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.build import jitter
-from harness.compare import fast_path_off
+from harness.compare import fast_path_off, golden_backend
 from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, judge
 
 Function = Callable[..., Any]
@@ -52,7 +51,7 @@ def check(
         r = [run(function, values) for function, values in draws]
         _refuse_other_outputs(r[0])
         c = run(candidate, arguments)
-        with sdpa_kernel(SDPBackend.MATH):
+        with golden_backend(dtype):
             g = [run(_in_float64(function), _double(values)) for function, values in draws]
     names = [name for name in r[0] if name in c or not name.startswith(PARAMETER)]
     extra = [name for name in c if name not in r[0] and not name.startswith(PARAMETER)]

@@ -4,17 +4,20 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.errors import BadInput
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-EQUAL, NOT_EQUAL, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+EQUAL, NOT_EQUAL, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 3, 130
 
 EPILOG = """\
-exit codes:  0 all equal   1 a mismatch or a regression   2 bad input
+exit codes:  0 all equal   1 a mismatch or a regression   2 bad input   3 a bug in harness
 
 examples:
   harness run configs/smoke.yaml                        judge, weigh and time a small grid
@@ -33,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result: int = options.command(options)
         sys.stdout.flush()
         return result
-    except ValueError as error:
-        # ConfigError, StoreError, GateError, PluginError, UnknownName: all say what is wrong with the input.
+    except BadInput as error:
         print(f"harness: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -46,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a folder that cannot be written, a full disk: not a mismatch, so not exit 1
         print(f"harness: {error}", file=sys.stderr)
         return BAD_INPUT
+    except Exception:
+        traceback.print_exc()
+        print("harness: this is a bug in harness, not a verdict; please report the lines above", file=sys.stderr)
+        return BUG
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from harness.case import Case
 from harness.document import Document, Timing, resolve_kernel, show, unknown
+from harness.errors import BadInput
 from harness.grid import AXES, Clash, count_cells, expand
 from harness.yaml_lines import Node, Where, YamlError, parse, read_text
 
@@ -43,7 +44,7 @@ class Problem:
         return ": ".join(part for part in (place, self.key, shown, self.rule) if part)
 
 
-class ConfigError(ValueError):
+class ConfigError(BadInput):
     """A config that cannot be run: one line per problem; the attributes are those of the first."""
 
     def __init__(self, *problems: Problem) -> None:

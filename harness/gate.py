@@ -13,6 +13,7 @@ import yaml
 from harness import store
 from harness.case import CASE_FIELDS
 from harness.environment import Environment
+from harness.errors import BadInput
 from harness.record import FAILING
 
 EXACT = ("params", "ref_params", "kv_cache_bytes", "kv_bytes_per_token", "flops")
@@ -26,7 +27,7 @@ NOTABLE = ("python", "torch", "numpy", "platform", "cpu", "threads")
 Row = Mapping[Hashable, Any]
 
 
-class GateError(ValueError):
+class GateError(BadInput):
     """Nothing to judge by; the message says what to do."""
 
 

@@ -1,8 +1,10 @@
 """Case -> Record: is it the same, what does it weigh, how fast is it."""
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,12 +54,12 @@ def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], ti
 
 
 def _describe(failure: BaseException) -> str:
-    """Type, message, and the innermost line of the candidate's own code."""
-    place, trace = "", failure.__traceback__
-    while trace is not None:
-        place = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return f"{type(failure).__name__}: {failure}{place}"
+    """Type, message, and the innermost line that is not torch's or ours: the candidate's own, where it has one."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(failure.__traceback__)]
+    ours = str(Path(__file__).parent)
+    own = [frame for frame in frames if "site-packages" not in frame[0] and not frame[0].startswith(ours)]
+    place = (own or frames)[-1:]
+    return f"{type(failure).__name__}: {failure}" + "".join(f" at {file}:{line}" for file, line in place)
 
 
 def _weigh(pair: Pair) -> dict[str, Any]:

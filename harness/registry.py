@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from harness.errors import BadInput
+
 T = TypeVar("T")
 
 
-class UnknownName(ValueError):
+class UnknownName(BadInput):
     """A name that no registry entry answers to; the message lists those that exist."""
 
 

@@ -12,6 +12,7 @@ from harness import environment, store
 from harness.case import Case
 from harness.config import Suite, load_suite
 from harness.document import REGIMES
+from harness.errors import BadInput
 from harness.report import rebuild
 from harness.report.progress import progress
 
@@ -51,7 +52,7 @@ def take_shard(cases: Sequence[Case], shard: tuple[int, int] | None) -> Sequence
         return cases
     index, count = shard
     if not 1 <= index <= count:
-        raise ValueError(f"shard {index}/{count}: must be 1/{count} to {count}/{count}")
+        raise BadInput(f"shard {index}/{count}: must be 1/{count} to {count}/{count}")
     return cases[index - 1 :: count]
 
 
@@ -68,17 +69,21 @@ def measure_all(suite: Suite, cases: Sequence[Case], out: Path | None, console: 
     store.write_environment(folder.path, environment.collect(threads))
     for kernel in kernels.values():
         log.info("kernel %s from %s", kernel.name, kernel.origin)
-    with progress(len(cases), console) as report:
-        for done, case in enumerate(cases):
-            report(done, case.case_id)
-            torch.set_num_threads(threads)  # before each case: a user's kernel may have changed it
-            record = measure(
-                case,
-                kernels[case.kernel],
-                seed=suite.seed,
-                regimes=suite.regimes or REGIMES,
-                timing=suite.timing,
-            )
-            folder.append(record)
-            log.info("%d/%d %s %s %s", done + 1, len(cases), record.case_id, record.status, record.error or "")
+    threads_before = torch.get_num_threads()
+    try:
+        with progress(len(cases), console) as report:
+            for done, case in enumerate(cases):
+                report(done, case.case_id)
+                torch.set_num_threads(threads)  # before each case: a user's kernel may have changed it
+                record = measure(
+                    case,
+                    kernels[case.kernel],
+                    seed=suite.seed,
+                    regimes=suite.regimes or REGIMES,
+                    timing=suite.timing,
+                )
+                folder.append(record)
+                log.info("%d/%d %s %s %s", done + 1, len(cases), record.case_id, record.status, record.error or "")
+    finally:
+        torch.set_num_threads(threads_before)
     return folder.path

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pandas as pd
 
 from harness.environment import Environment
+from harness.errors import BadInput
 from harness.record import COLUMNS, STATUSES, Record
 
 RECORDS, CONFIG, ENVIRONMENT = "records.jsonl", "config.yaml", "environment.json"
@@ -29,7 +30,7 @@ DTYPES = {int: "Int64", float: "float64", str: "string", bool: "boolean"}
 log = logging.getLogger(__name__)
 
 
-class StoreError(ValueError):
+class StoreError(BadInput):
     """A run folder that cannot be used or read as asked; the message names the file and what to do."""
 
 

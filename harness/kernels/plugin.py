@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from harness.errors import BadInput
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
 
 
-class PluginError(ValueError):
+class PluginError(BadInput):
     """A user's kernel that cannot be loaded; the message names the file and the reason."""
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.errors import BadInput
 from harness.report.summary import EQUAL
 
 
@@ -15,7 +16,7 @@ def tradeoffs(frame: pd.DataFrame) -> Any:
     shown = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL) & frame["latency_ms"].notna()]
     shown = shown[(shown["dtype"] == "float32") & (shown["mask"] == "causal")].copy()
     if shown.empty:
-        raise ValueError("this run has no equal float32 causal decode cell to draw")
+        raise BadInput("this run has no equal float32 causal decode cell to draw")
     # The interval of the ratio, carried over to the latency itself.
     for end in ("lo", "hi"):
         shown[end] = shown["latency_ms"] * shown[f"latency_ratio_{end}"] / shown["latency_ratio"]
@@ -37,7 +38,7 @@ def tradeoffs(frame: pd.DataFrame) -> Any:
 def save(frame: pd.DataFrame, path: Path) -> None:
     """PNG, SVG or HTML, by the file's ending; drawn offline."""
     if path.suffix not in (".png", ".svg", ".html"):
-        raise ValueError(f"{path}: must end in .png, .svg or .html")
+        raise BadInput(f"{path}: must end in .png, .svg or .html")
     path.parent.mkdir(parents=True, exist_ok=True)
     chart = tradeoffs(frame)
     chart.save(str(path), **({"scale_factor": 2} if path.suffix == ".png" else {}))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.record import FAILING
 from harness.report.format import first_line, interval, is_absent, plain, ratio, small, span
 from harness.report.summary import EQUAL, TIMED, Verdict
 
@@ -33,8 +34,7 @@ class Group:
 
 
 def headline(verdict: Verdict) -> str:
-    compared = any(status in verdict.statuses for status in EQUAL)
-    if not verdict.cells or (verdict.passed and not compared):  # all of them unsupported
+    if not any(status in EQUAL or status in FAILING for status in verdict.statuses):  # none, or all unsupported
         return "NOTHING COMPARED"
     return "EQUAL" if verdict.passed else "NOT EQUAL"
 

@@ -28,7 +28,8 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return self.cells > 0 and not any(status in FAILING for status in self.statuses)
+        """Something was compared, and nothing failed."""
+        return any(status in EQUAL for status in self.statuses) and not any(s in FAILING for s in self.statuses)
 
 
 def judge(frame: pd.DataFrame) -> Verdict:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.errors import BadInput
 from harness.kernels.front import AnyKernel
 
 
-class SwapError(ValueError):
+class SwapError(BadInput):
     """A swap that cannot be done, or that did not carry its weights over."""
 
 
