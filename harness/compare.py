@@ -27,6 +27,17 @@ def fast_path_off() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Many small operations: two threads gain little, and on a busy machine each would wait for the other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def golden_backend(dtype: torch.dtype) -> AbstractContextManager[None]:
     """SDPA's plain formula where the reference is in float64 too: by the fused one, the golden would be itself."""
     return sdpa_kernel(SDPBackend.MATH) if dtype == torch.float64 else nullcontext()
@@ -67,7 +78,8 @@ def _compare_regime(
         c = outputs(pair, pair.candidate, inputs.candidate_x, cotangent)
         r = [outputs(pair, draw.reference, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
         g = [golden_outputs(pair, draw.golden, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
-    return list(_judge_all(pair, inputs, c, r, g))
+    with one_thread():
+        return list(_judge_all(pair, inputs, c, r, g))
 
 
 def golden_outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:

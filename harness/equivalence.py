@@ -27,6 +27,7 @@ MEAN_FACTOR = 1.5  # of mean|R - G|
 MEAN_ELEMENTS = 256
 BLOCK_ROWS = 16
 JITTER_DRAWS = 4
+CHUNK_ELEMENTS = 1 << 17
 SEVERITY = ("skipped", "ok", "degraded", "mismatch")
 
 
@@ -89,7 +90,7 @@ def judge(
 
     `may_differ`: elements whose value the policy leaves open (a query that was itself poisoned).
     """
-    reference, golden = references[0], goldens[0]
+    reference = references[0]
 
     def mismatch(reason: str) -> TensorVerdict:
         return TensorVerdict(tensor, regime, "mismatch", reason)
@@ -103,60 +104,123 @@ def judge(
     if candidate.numel() == 0:
         return TensorVerdict(tensor, regime, "ok")
 
-    c, g = candidate.detach().double(), golden.detach().double()
-    open_places = ~g.isfinite() if may_differ is None else ~g.isfinite() | may_differ
-
-    def closed(t: Tensor) -> Tensor:
-        return t.abs().masked_fill(open_places, 0.0)
-
-    # Running maxima over the draws: attention weights are large, and five of them at once are larger.
-    r_err, jitter, r_mean = torch.zeros_like(g), torch.zeros_like(g), 0.0
-    for r, at in zip(references, goldens, strict=True):
-        drawn = closed(r.detach().double() - at)
-        r_err, r_mean = torch.maximum(r_err, drawn), r_mean + float(drawn.mean()) / len(goldens)
-        jitter = jitter if at is golden else torch.maximum(jitter, closed(at - g))
-    overflow = ~r_err.isfinite()
-    # The golden's NaN or infinity must stand exactly where the golden has it; there nothing else is compared.
-    policy = torch.where(g.isfinite(), c.isfinite() | overflow, (c == g) | (c.isnan() & g.isnan()))
-    if may_differ is not None:
-        policy = policy | may_differ
-    if not bool(policy.all()):
-        count = int((~policy).sum())
-        return mismatch(f"{count} of {c.numel()} elements are non-finite (or finite) where the golden is not")
-    if bool(overflow.any()):
+    u = torch.finfo(reference.dtype).eps
+    found = _reduce(candidate, references, goldens, may_differ, u)
+    if found.misplaced:
+        places = f"{found.misplaced} of {candidate.numel()} elements"
+        return mismatch(f"{places} are non-finite (or finite) where the golden is not")
+    if found.overflows:
         # An infinite noise floor would pass anything: where the reference overflows, nothing is said.
         return TensorVerdict(tensor, regime, "skipped", "the reference itself is not finite")
-    # Half types are scored in fp32: there a rounding of the inputs' own eps would excuse half-precision scores.
-    u = torch.finfo(reference.dtype).eps
-    scored_in = torch.finfo(torch.promote_types(reference.dtype, torch.float32)).eps
-    jitter *= scored_in / u
-    c_err, size = closed(c - g), closed(g)
 
-    worst, floor = c_err.max(), r_err.max() + jitter.max() + u * size.max()
-    blocks = [_block_max(t) for t in (c_err, r_err, jitter, size)]
+    worst, floor = found.c.max(), found.r.max() + found.jitter.max() + u * found.size.max()
+    c, r, jitter, size = (_block_max(t, reference.shape) for t in (found.c, found.r, found.jitter, found.size))
     # Gradients cancel: a block whose true gradient is 0 still carries one rounding of the terms that cancelled.
-    block_size = size.max() if is_gradient else blocks[3]
-    block_ratio = float(_ratio(blocks[0], blocks[1] + blocks[2] + u * block_size).max())
+    block_floor = r + jitter + u * (size.max() if is_gradient else size)
+    mean_limit = MEAN_FACTOR * found.means[1] + found.means[2] + u * found.means[3]
     ratio = float(_ratio(worst, floor))
-    mean_limit = MEAN_FACTOR * r_mean + jitter.mean() + u * size.mean()
-    mean_ratio = float(_ratio(c_err.mean(), mean_limit))
-    by_mean = c.numel() >= MEAN_ELEMENTS and not is_gradient
+    block_ratio = float(_ratio(c, block_floor).max())
+    mean_ratio = float(_ratio(found.means[0], mean_limit))
+    by_mean = candidate.numel() >= MEAN_ELEMENTS and not is_gradient
     status, reason = _decide(ratio, block_ratio, mean_ratio if by_mean else 0.0)
-    smallest = torch.finfo(reference.dtype).tiny
     return TensorVerdict(
         tensor=tensor,
         regime=regime,
         status=status,
         reason=reason,
         max_abs_err=float(worst),
-        mean_abs_err=float(c_err.mean()),
-        max_rel_err=float(_ratio(c_err, size).masked_fill(size == 0, 0.0).max()),
-        max_ulp_err=float((c_err / (u * size.clamp(min=smallest))).max()),
-        ref_max_abs_err=float(r_err.max()),
+        mean_abs_err=float(found.means[0]),
+        max_rel_err=found.max_rel_err,
+        max_ulp_err=found.max_ulp_err,
+        ref_max_abs_err=float(found.r.max()),
         err_budget=OK_FACTOR * float(floor),
         err_ratio=ratio,
         block_ratio=block_ratio,
         mean_ratio=mean_ratio,
+    )
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """Maxima of each row, and means of the whole: of |C - G|, of |R - G| over the draws, of J, and of |G|."""
+
+    c: Tensor
+    r: Tensor
+    jitter: Tensor
+    size: Tensor
+    means: Tensor  # (4,)
+    max_rel_err: float
+    max_ulp_err: float
+    misplaced: int  # elements whose finiteness is not the golden's
+    overflows: bool  # somewhere the reference itself is not finite
+
+
+def _reduce(
+    candidate: Tensor, references: Sequence[Tensor], goldens: Sequence[Tensor], may_differ: Tensor | None, u: float
+) -> _Reduced:
+    """In chunks of rows: the weights of 1024 tokens are 67 MB a draw in float64, and paging those in takes seconds."""
+    width = candidate.shape[-1] if candidate.ndim else 1
+    rows = candidate.numel() // width
+    tensors = [t.detach().reshape(rows, width) for t in (candidate, *references, *goldens)]
+    left_open = None if may_differ is None else may_differ.reshape(rows, width)
+    step = max(1, CHUNK_ELEMENTS // width)
+    parts = [
+        _reduce_chunk(
+            [t[start : start + step].double() for t in tensors],
+            None if left_open is None else left_open[start : start + step],
+            u,
+            references[0].dtype,
+        )
+        for start in range(0, rows, step)
+    ]
+    return _Reduced(
+        c=torch.cat([part.c for part in parts]),
+        r=torch.cat([part.r for part in parts]),
+        jitter=torch.cat([part.jitter for part in parts]),
+        size=torch.cat([part.size for part in parts]),
+        means=torch.stack([part.means for part in parts]).sum(0) / candidate.numel(),
+        max_rel_err=max(part.max_rel_err for part in parts),
+        max_ulp_err=max(part.max_ulp_err for part in parts),
+        misplaced=sum(part.misplaced for part in parts),
+        overflows=any(part.overflows for part in parts),
+    )
+
+
+def _reduce_chunk(tensors: list[Tensor], may_differ: Tensor | None, u: float, dtype: torch.dtype) -> _Reduced:
+    """Here `means` are sums still."""
+    draws = len(tensors) // 2
+    c, references, goldens = tensors[0], tensors[1 : 1 + draws], tensors[1 + draws :]
+    g = goldens[0]
+    finite = g.isfinite()
+    open_places = ~finite if may_differ is None else ~finite | may_differ
+
+    def closed(t: Tensor) -> Tensor:
+        return t.abs_().masked_fill_(open_places, 0.0)
+
+    r_err, jitter, r_sum = torch.zeros_like(g), torch.zeros_like(g), torch.zeros((), dtype=torch.float64)
+    for r, at in zip(references, goldens, strict=True):
+        error = closed(r - at)
+        r_err, r_sum = torch.maximum(r_err, error), r_sum + error.sum() / draws
+        if at is not g:
+            jitter = torch.maximum(jitter, closed(at - g))
+    # Half types are scored in fp32: there a jitter of the inputs' own eps would excuse half-precision scores.
+    jitter *= torch.finfo(torch.promote_types(dtype, torch.float32)).eps / u
+    overflow = ~r_err.isfinite()
+    # The golden's NaN or infinity must stand exactly where the golden has it; there nothing else is compared.
+    policy = torch.where(finite, c.isfinite() | overflow, (c == g) | (c.isnan() & g.isnan()))
+    if may_differ is not None:
+        policy |= may_differ
+    c_err, size = closed(c - g), closed(g.clone())
+    return _Reduced(
+        c=c_err.amax(-1),
+        r=r_err.amax(-1),
+        jitter=jitter.amax(-1),
+        size=size.amax(-1),
+        means=torch.stack([c_err.sum(), r_sum, jitter.sum(), size.sum()]),
+        max_rel_err=float(_ratio(c_err, size).masked_fill(size == 0, 0.0).max()),
+        max_ulp_err=float((c_err / (u * size.clamp(min=torch.finfo(dtype).tiny))).max()),
+        misplaced=int((~policy).sum()),
+        overflows=bool(overflow.any()),
     )
 
 
@@ -174,12 +238,12 @@ def _ratio(value: Tensor, limit: Tensor) -> Tensor:
     return torch.where(value == 0, torch.zeros_like(value), value / limit)
 
 
-def _block_max(t: Tensor) -> Tensor:
-    """The maximum of each (batch, head) of a 4-D tensor, of each block of rows of a smaller one."""
-    if t.ndim >= 4:
-        return t.flatten(-2).amax(-1).flatten()
-    if t.ndim <= 1:
-        return t.max().reshape(1)
-    rows = t.amax(-1)  # (..., rows)
+def _block_max(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Row maxima to those of each (batch, head) of a 4-D tensor, of each block of rows of a smaller one."""
+    if len(shape) <= 1:
+        return rows
+    if len(shape) >= 4:
+        return rows.view(-1, shape[-2]).amax(-1)
+    rows = rows.view(-1, shape[-2])
     short = -rows.shape[-1] % BLOCK_ROWS
     return torch.nn.functional.pad(rows, (0, short)).unflatten(-1, (-1, BLOCK_ROWS)).amax(-1).flatten()

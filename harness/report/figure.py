@@ -21,17 +21,22 @@ def tradeoffs(frame: pd.DataFrame) -> Any:
     for end in ("lo", "hi"):
         shown[end] = shown["latency_ms"] * shown[f"latency_ratio_{end}"] / shown["latency_ratio"]
     shown["size"] = "E " + shown["embed_dim"].astype(str) + ", S " + shown["seq_len"].astype(str)
-    log = alt.Scale(type="log", base=2)
-    x = alt.X("kv_bytes_per_token:Q", title="KV cache, bytes per token and layer", scale=log)
-    order = list(dict.fromkeys(shown["variant"]))  # the same for both channels, so that they share one legend
-    color = alt.Color("variant:N", title=None, sort=order, scale=alt.Scale(scheme="tableau10"))
-    shape = alt.Shape("variant:N", title=None, sort=order)
-    base = alt.Chart(shown)
-    points = base.mark_point(filled=True, size=90).encode(
-        x=x, y=alt.Y("latency_ms:Q", title="decode step, ms"), color=color, shape=shape
+    x = alt.X(
+        "kv_bytes_per_token:Q",
+        title="KV cache, bytes per token and layer",
+        scale=alt.Scale(type="log", base=2, padding=12),
     )
-    bars = base.mark_rule().encode(x=x, y="lo:Q", y2="hi:Q", color=color)
-    panels = (bars + points).properties(width=190, height=170).facet(facet=alt.Facet("size:N", title=None), columns=4)
+    color = alt.Color("variant:N", sort=None, scale=alt.Scale(scheme="tableau10"), legend=None)
+    base = alt.Chart(shown).encode(x=x, color=color)
+    points = base.mark_point(filled=True, size=70).encode(y=alt.Y("latency_ms:Q", title="decode step, ms"))
+    bars = base.mark_rule().encode(y="lo:Q", y2="hi:Q")
+    # Named where they stand: no legend to look up, and readable without colours.
+    names = base.mark_text(align="left", dx=7).encode(y="latency_ms:Q", text="variant:N")
+    panels = (
+        (bars + points + names)
+        .properties(width=210, height=170)
+        .facet(facet=alt.Facet("size:N", title=None), columns=4)
+    )
     return panels.resolve_scale(x="shared", y="independent")
 
 
