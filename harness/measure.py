@@ -117,7 +117,7 @@ def _status(pair: Pair, equivalence: Equivalence, found: dict[str, Any]) -> tupl
 def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[str, Any]:
     """The reference runs as its users run it, torch's fast path included."""
     pair.watch.checking = False
-    calls = {"candidate": _timed_call(pair, pair.candidate, seed), "reference": _timed_call(pair, pair.reference, seed)}
+    calls = {"candidate": timed_call(pair, pair.candidate, seed), "reference": timed_call(pair, pair.reference, seed)}
     with stopwatch.running():
         samples = interleave(
             calls,
@@ -143,7 +143,7 @@ def _median(samples: list[float]) -> float:
     return sorted(samples)[len(samples) // 2]
 
 
-def _timed_call(pair: Pair, side: Side, seed: int) -> Callable[[], object]:
+def timed_call(pair: Pair, side: Side, seed: int) -> Callable[[], object]:
     """One prefill, one decode step at the end of a full cache, or one training step."""
     case = pair.case
     generator = torch.Generator().manual_seed(seed)
