@@ -39,8 +39,10 @@ def check(
     u = torch.finfo(dtype).eps
     cotangents: dict[str, Tensor] = {}
 
+    written: list[str] = []
+
     def run(function: Function, values: Mapping[str, Any]) -> dict[str, Any]:
-        return _run(function, values, cotangents, generator, gradients)
+        return _run(function, values, cotangents, generator, gradients, written)
 
     def draw() -> tuple[Function, dict[str, Any]]:
         shaken = {key: jitter(value, u, generator) if key in tensors else value for key, value in arguments.items()}
@@ -57,6 +59,8 @@ def check(
     extra = [name for name in c if name not in r[0] and not name.startswith(PARAMETER)]
     verdicts = [_verdict(name, c.get(name), r, g) for name in names]
     verdicts += [TensorVerdict(name, "given", "mismatch", "the reference has none") for name in extra]
+    changed = dict.fromkeys(written)
+    verdicts += [TensorVerdict(f"input {name}", "given", "mismatch", "was written into") for name in changed]
     return Equivalence(tuple(verdicts))
 
 
@@ -127,12 +131,17 @@ def _run(
     cotangents: dict[str, Tensor],
     generator: torch.Generator,
     gradients: bool,
+    written: list[str],
 ) -> dict[str, Any]:
+    """All outputs (and gradients) by name; notes in `written` the inputs that the function changed."""
     leaves = {k: v.detach().clone().requires_grad_(gradients) if _is_real(v) else v for k, v in values.items()}
     positional = [leaves[key] for key in leaves if key.isdecimal()]
     keyword = {key: value for key, value in leaves.items() if not key.isdecimal()}
     with torch.set_grad_enabled(gradients):
         named = _outputs(function(*positional, **keyword))
+    for key, value in values.items():
+        if _is_real(value) and not torch.allclose(leaves[key], value, rtol=0, atol=0, equal_nan=True):
+            written.append(key)
     if not gradients:
         return named
     roots = {key: out for key, out in named.items() if isinstance(out, Tensor) and out.requires_grad}

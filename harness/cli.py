@@ -107,7 +107,7 @@ def _shard(text: str) -> tuple[int, int]:
 def _run(options: argparse.Namespace) -> int:
     # Must be set before torch is loaded. Threads that spin at every barrier make a run on a busy machine 20 times
     # slower, because each barrier then waits for the scheduler; these spin for microseconds, then sleep.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     if options.dry_run:
         from harness.config import load_suite
         from harness.report.plan import print_plan

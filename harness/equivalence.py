@@ -64,7 +64,8 @@ class Equivalence:
 
     @property
     def passed(self) -> bool:
-        return self.status == "ok"
+        """A tensor that could not be judged has not passed."""
+        return bool(self.verdicts) and all(verdict.status == "ok" for verdict in self.verdicts)
 
     @property
     def worst(self) -> TensorVerdict:
@@ -109,9 +110,6 @@ def judge(
     if found.misplaced:
         places = f"{found.misplaced} of {candidate.numel()} elements"
         return mismatch(f"{places} are non-finite (or finite) where the golden is not")
-    if found.overflows:
-        # An infinite noise floor would pass anything: where the reference overflows, nothing is said.
-        return TensorVerdict(tensor, regime, "skipped", "the reference itself is not finite")
 
     worst, floor = found.c.max(), found.r.max() + found.jitter.max() + u * found.size.max()
     c, r, jitter, size = (_block_max(t, reference.shape) for t in (found.c, found.r, found.jitter, found.size))
@@ -123,6 +121,10 @@ def judge(
     mean_ratio = float(_ratio(found.means[0], mean_limit))
     by_mean = candidate.numel() >= MEAN_ELEMENTS and not is_gradient
     status, reason = _decide(ratio, block_ratio, mean_ratio if by_mean else 0.0)
+    if status == "ok" and found.overflows:
+        # An infinite noise floor would pass anything: the rest agrees, but the whole cannot be called equal.
+        reason = f"the reference itself is not finite in {found.overflows} of {candidate.numel()} elements"
+        return TensorVerdict(tensor, regime, "skipped", reason)
     return TensorVerdict(
         tensor=tensor,
         regime=regime,
@@ -152,7 +154,7 @@ class _Reduced:
     max_rel_err: float
     max_ulp_err: float
     misplaced: int  # elements whose finiteness is not the golden's
-    overflows: bool  # somewhere the reference itself is not finite
+    overflows: int  # elements at which the reference itself is not finite
 
 
 def _reduce(
@@ -182,7 +184,7 @@ def _reduce(
         max_rel_err=max(part.max_rel_err for part in parts),
         max_ulp_err=max(part.max_ulp_err for part in parts),
         misplaced=sum(part.misplaced for part in parts),
-        overflows=any(part.overflows for part in parts),
+        overflows=sum(part.overflows for part in parts),
     )
 
 
@@ -200,12 +202,15 @@ def _reduce_chunk(tensors: list[Tensor], may_differ: Tensor | None, u: float, dt
     r_err, jitter, r_sum = torch.zeros_like(g), torch.zeros_like(g), torch.zeros((), dtype=torch.float64)
     for r, at in zip(references, goldens, strict=True):
         error = closed(r - at)
-        r_err, r_sum = torch.maximum(r_err, error), r_sum + error.sum() / draws
+        r_err, r_sum = torch.maximum(r_err, error), r_sum + error[error.isfinite()].sum() / draws
         if at is not g:
             jitter = torch.maximum(jitter, closed(at - g))
     # Half types are scored in fp32: there a jitter of the inputs' own eps would excuse half-precision scores.
     jitter *= torch.finfo(torch.promote_types(dtype, torch.float32)).eps / u
-    overflow = ~r_err.isfinite()
+    # Where the reference overflows nothing can be said; the rest of the tensor is judged all the same.
+    overflow = ~(r_err.isfinite() & jitter.isfinite())
+    open_places |= overflow
+    r_err, jitter = r_err.masked_fill_(overflow, 0.0), jitter.masked_fill_(overflow, 0.0)
     # The golden's NaN or infinity must stand exactly where the golden has it; there nothing else is compared.
     policy = torch.where(finite, c.isfinite() | overflow, (c == g) | (c.isnan() & g.isnan()))
     if may_differ is not None:
@@ -220,7 +225,7 @@ def _reduce_chunk(tensors: list[Tensor], may_differ: Tensor | None, u: float, dt
         max_rel_err=float(_ratio(c_err, size).masked_fill(size == 0, 0.0).max()),
         max_ulp_err=float((c_err / (u * size.clamp(min=torch.finfo(dtype).tiny))).max()),
         misplaced=int((~policy).sum()),
-        overflows=bool(overflow.any()),
+        overflows=int(overflow.sum()),
     )
 
 

@@ -46,7 +46,9 @@ def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], ti
         found |= {"status": "mismatch", "error": str(broken)}
     except MemoryError as failure:
         found |= {"status": "oom", "error": _describe(failure)}
-    except (Exception, SystemExit) as failure:  # someone's unfinished code: whatever it raises is its row
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:  # someone's unfinished code: whatever it raises is its row
         is_oom = any(text in str(failure) for text in OUT_OF_MEMORY)
         found |= {"status": "oom" if is_oom else "error", "error": _describe(failure)}
     found |= {"seconds": time.perf_counter() - started, "measured_seconds": stopwatch.seconds}

@@ -61,6 +61,7 @@ def measure_all(suite: Suite, cases: Sequence[Case], out: Path | None, console: 
 
     from harness.kernels.front import find_kernel
     from harness.measure import measure
+    from harness.state import preserved
 
     kernels = {name: find_kernel(name) for name in dict.fromkeys(case.kernel for case in cases)}
     threads = suite.threads or torch.get_num_threads()  # all cores, or what OMP_NUM_THREADS says
@@ -70,18 +71,19 @@ def measure_all(suite: Suite, cases: Sequence[Case], out: Path | None, console: 
     for kernel in kernels.values():
         log.info("kernel %s from %s", kernel.name, kernel.origin)
     threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
         with progress(len(cases), console) as report:
             for done, case in enumerate(cases):
                 report(done, case.case_id)
-                torch.set_num_threads(threads)  # before each case: a user's kernel may have changed it
-                record = measure(
-                    case,
-                    kernels[case.kernel],
-                    seed=suite.seed,
-                    regimes=suite.regimes or REGIMES,
-                    timing=suite.timing,
-                )
+                with preserved():
+                    record = measure(
+                        case,
+                        kernels[case.kernel],
+                        seed=suite.seed,
+                        regimes=suite.regimes or REGIMES,
+                        timing=suite.timing,
+                    )
                 folder.append(record)
                 log.info("%d/%d %s %s %s", done + 1, len(cases), record.case_id, record.status, record.error or "")
     finally:

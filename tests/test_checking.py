@@ -384,3 +384,20 @@ def test_the_message_says_what_where_and_how_much():
 
 def test_a_passing_assertion_gives_nothing():
     harness.assert_equivalent(by_hand, F.scaled_dot_product_attention, tensors(*QKV))
+
+
+def test_a_candidate_that_writes_into_its_input_fails():
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def destructive(x: torch.Tensor) -> torch.Tensor:
+        result = 2 * x
+        x.zero_()
+        return result
+
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    assert harness.check(doubled, doubled, x).passed
+    found = harness.check(destructive, doubled, x)
+    assert found.status == "mismatch"
+    assert found.worst.tensor == "input 0"
+    assert bool(x.any())  # the caller's own tensor is untouched

@@ -77,6 +77,12 @@ def test_the_table_is_like_a_real_one(workplace: Path, capsys: pytest.CaptureFix
         assert heading.split() in [line.split() for line in shown[1].splitlines()], heading
 
 
+def test_the_readme_counts_the_cells_of_make_bench():
+    cells = len(load_suite(ROOT / "configs" / "default.yaml").cases)
+    assert f"judge, weigh and time {cells} cells" in README
+    assert f"EQUAL  {cells} cells: {cells} ok" in README
+
+
 def test_every_linked_file_exists():
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
     assert links

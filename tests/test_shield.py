@@ -202,9 +202,8 @@ def test_without_the_shield_it_leaks(kernel):
     bare = dataclasses.replace(find_kernel(kernel), shielded=False)
     out = harness.attention(*poisoned("v", NAN), mask=KEEP, kernel=bare)
     assert bool(out[..., ::2].isnan().all())
-    for where in ("k", "v"):
-        found = gradients(poisoned(where, NAN), cotangent_for(slice(None)), mask=KEEP, kernel=bare)
-        assert bool(found[0].isnan().any())
+    found = gradients(poisoned("k", NAN), cotangent_for(slice(None)), mask=KEEP, kernel=bare)
+    assert bool(found[0].isnan().any())
     dirty = qkv()
     dirty[0][:, :, 0] = NAN
     found = gradients(dirty, cotangent_for(slice(None)), mask=torch.arange(L)[:, None] > 0, kernel=bare)

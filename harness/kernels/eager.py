@@ -27,8 +27,8 @@ def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor,
 
     weights = softmax(scores, call.sinks)
     if allowed is not None:
-        # A row that may attend nothing is 0/0 above; it attends nothing, so its weights are 0.
-        weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        # A row that may attend nothing is 0/0 above; and a NaN query must not reach the keys hidden from it.
+        weights = weights.masked_fill(~allowed, 0.0)
     weights = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
 
     out = weights.reshape(B, H_kv, rows, S) @ v  # (B, H_kv, G*L, D_v)

@@ -47,8 +47,13 @@ def _run_cleaned(
     allowed = allowed.expand(B, H, L, S)
 
     dead = ~allowed.any(-1, keepdim=True)  # (B, H, L, 1)
+    # What nobody sees goes whatever it is: uninitialised memory may hold finite numbers that overflow.
+    seen = allowed.reshape(B, H_kv, -1, S).any(-2).unsqueeze(-1)  # (B, H_kv, S, 1)
     out, weights = kernel.run(
-        torch.where(dead & ~q.isfinite(), 0, q), torch.where(k.isfinite(), k, 0), torch.where(v.isfinite(), v, 0), call
+        torch.where(dead & ~q.isfinite(), 0, q),
+        torch.where(seen & k.isfinite(), k, 0),
+        torch.where(seen & v.isfinite(), v, 0),
+        call,
     )
 
     # How many non-finite things each output element sees: a bad key spoils the whole row, a bad value its channel.

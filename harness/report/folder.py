@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness import store
+from harness.gate import suite_name
 from harness.record import Record
 from harness.report.markdown import summary_markdown
 
@@ -19,11 +20,15 @@ def rebuild(folder: Path, *, suite: str | None = None, elapsed: float | None = N
     share, seconds = measured_share(records, elapsed)
     environment = store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None
     text = summary_markdown(
-        frame, environment, suite=suite or folder.resolve().name, measured_share=share, elapsed=seconds
+        frame, environment, suite=suite or known_name(folder), measured_share=share, elapsed=seconds
     )
     store.write_atomically(folder / SUMMARY, text.encode())
     frame.attrs |= {"measured_share": share, "elapsed": seconds}
     return frame
+
+
+def known_name(folder: Path) -> str:
+    return suite_name(folder) if (folder / store.CONFIG).exists() else folder.resolve().name
 
 
 def measured_share(records: list[Record], elapsed: float | None = None) -> tuple[float | None, float | None]:

@@ -11,9 +11,11 @@ from harness.report.format import first_line, interval, is_absent, plain, ratio,
 from harness.report.summary import EQUAL, TIMED, Verdict
 
 LEGEND = (
-    "error/N: the worst cell's error over its noise floor N, ok up to 2; max error and budget (2 N) are of that cell.",
+    "error/N: the worst cell's error over its noise floor N, ok up to 2; max error and budget (2 N) are of that cell, "
+    "in its dtype and on its harshest inputs.",
     "x ref: latency over the reference's in the same cell; geometric mean of the equal cells (smallest…largest).",
-    "x MHA: figure over that of the mha cell with all other axes the same; geometric mean, mha = 1.00.",
+    "x MHA: figure over that of the mha cell with all other axes the same; geometric mean, mha = 1.00. Latencies of "
+    "different cells are timed apart: there x MHA is a guide, x ref the measurement.",
 )
 Row = Mapping[Hashable, Any]
 

@@ -15,7 +15,7 @@ from harness.registry import Registry
 
 # Axes that some variants do not have. For those they collapse to one value instead of multiplying the grid.
 OPTIONAL_AXES = ("kv_heads", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim")
-GEOMETRY_AXES = ("embed_dim", "heads", "head_dim", *OPTIONAL_AXES)
+MATMUL = 2  # operations: a multiply and an add
 
 
 class Impossible(ValueError):

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.case import Case
-from harness.specs import VARIANTS, VariantSpec, resolve_head_dim
-from harness.specs.grouped import MATMUL, grouped_flops, grouped_params
-from harness.specs.latent import _flops as latent_flops
-from harness.specs.latent import _params as latent_case_params
-from harness.specs.latent import resolve_latent
+from harness.specs import MATMUL, VARIANTS, VariantSpec, resolve_head_dim
+from harness.specs.grouped import grouped_flops, grouped_params
+from harness.specs.latent import latent_case_params, latent_flops, resolve_latent
 
 FEEDFORWARD_FACTOR = 4
 
@@ -44,9 +42,9 @@ def _resolve_mha(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"kv_heads": raw["heads"], "head_dim": resolve_head_dim({**raw, "head_dim": None})}
 
 
-for _name, _title, _norm in (
-    ("block_post_ln", "encoder layer, LayerNorm after each sub-layer (torch's default)", "post"),
-    ("block_pre_ln", "encoder layer, LayerNorm before each sub-layer", "pre"),
+for _name, _title in (
+    ("block_post_ln", "encoder layer, LayerNorm after each sub-layer (torch's default)"),
+    ("block_pre_ln", "encoder layer, LayerNorm before each sub-layer"),
 ):
     VARIANTS.add(
         _name,

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.case import PHASES, Case
-from harness.specs import VARIANTS, Impossible, VariantSpec, resolve_head_dim
-
-MATMUL = 2  # a multiply and an add
+from harness.specs import MATMUL, VARIANTS, Impossible, VariantSpec, resolve_head_dim
 
 
 def grouped_params(embed_dim: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool) -> int:

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.case import PHASES, Case
-from harness.specs import VARIANTS, Impossible, VariantSpec, at_least_one, resolve_head_dim
-
-MATMUL = 2
+from harness.specs import MATMUL, VARIANTS, Impossible, VariantSpec, at_least_one, resolve_head_dim
 
 
 def latent_params(
@@ -51,7 +49,7 @@ def _dims(case: Case) -> tuple[int, int, int, int]:
     return case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank
 
 
-def _params(case: Case) -> int:
+def latent_case_params(case: Case) -> int:
     nope, rope, value, rank = _dims(case)
     return latent_params(case.embed_dim, case.heads, nope, rope, value, rank, case.q_lora_rank, bias=case.bias)
 
@@ -66,7 +64,7 @@ def _expanded_elements(case: Case) -> int:
     return expanded_kv_elements(case.heads, nope, rope, value)
 
 
-def _flops(case: Case) -> int:
+def latent_flops(case: Case) -> int:
     nope, rope, value, rank = _dims(case)
     h, d, keys = case.heads, case.embed_dim, case.kv_len
     queries = 1 if case.phase == "decode" else case.seq_len
@@ -119,9 +117,9 @@ for _name, _title, _mode, _elements in (
             axes=frozenset({"q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"}),
             phases=PHASES,
             resolve=resolve_latent,
-            params=_params,
+            params=latent_case_params,
             kv_elements_per_token=_elements,
-            flops=_flops,
+            flops=latent_flops,
             reference=reference_mla,
             swap_options={"mode": _mode},
         ),

@@ -99,6 +99,8 @@ class UnifiedAttention(nn.Module):
 
     def get_memory_usage(self, seq_len: int, batch_size: int = 1) -> dict[str, int]:
         """Exact bytes in the module's own dtype: of the KV cache after seq_len tokens, and of the parameters."""
+        if seq_len < 0 or batch_size < 0:
+            raise ValueError(f"seq_len = {seq_len}, batch_size = {batch_size}: must not be negative")
         item = self.attention.out_proj.weight.element_size()
         per_token = self.attention.kv_elements_per_token() * item
         parameters = sum(p.numel() for p in self.parameters())
