@@ -23,7 +23,7 @@ help: ## List the targets
 setup: $(STAMP) ## Create .venv and install into it (the other targets do this by themselves)
 	@echo "Ready: $(BIN)/harness"
 
-bench: $(STAMP) ## Judge, weigh and time every cell of configs/default.yaml (about 3 minutes)
+bench: $(STAMP) ## Judge, weigh and time every cell of configs/default.yaml (about 4 minutes)
 	@$(BIN)/harness run $(CONFIG) $(ARGS)
 
 smoke: $(STAMP) ## The same over configs/smoke.yaml (seconds)
