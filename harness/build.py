@@ -39,10 +39,7 @@ class Side:
 
     def jittered(self, u: float, generator: torch.Generator) -> "Side":
         """A copy whose weights and float masks moved by a random relative u."""
-        module = copy.deepcopy(self.module)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.copy_(jitter(parameter, u, generator))
+        module = jittered_module(self.module, u, generator)
         views = tuple({key: _jitter_value(value, u, generator) for key, value in view.items()} for view in self.views)
         return dataclasses.replace(self, module=module, views=views)
 
@@ -156,6 +153,15 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
 def jitter(tensor: Tensor, u: float, generator: torch.Generator) -> Tensor:
     factor = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).mul_(2 * u).add_(1 - u)
     return (tensor.double() * factor).to(tensor.dtype)
+
+
+def jittered_module(module: nn.Module, u: float, generator: torch.Generator) -> nn.Module:
+    """A copy, every parameter moved by a random relative u."""
+    moved = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.copy_(jitter(parameter, u, generator))
+    return moved
 
 
 def _run_variant(

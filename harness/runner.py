@@ -70,22 +70,18 @@ def measure_all(suite: Suite, cases: Sequence[Case], out: Path | None, console: 
     store.write_environment(folder.path, environment.collect(threads))
     for kernel in kernels.values():
         log.info("kernel %s from %s", kernel.name, kernel.origin)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with progress(len(cases), console) as report:
-            for done, case in enumerate(cases):
-                report(done, case.case_id)
-                with preserved():
-                    record = measure(
-                        case,
-                        kernels[case.kernel],
-                        seed=suite.seed,
-                        regimes=suite.regimes or REGIMES,
-                        timing=suite.timing,
-                    )
-                folder.append(record)
-                log.info("%d/%d %s %s %s", done + 1, len(cases), record.case_id, record.status, record.error or "")
-    finally:
-        torch.set_num_threads(threads_before)
+    with progress(len(cases), console) as report:
+        for done, case in enumerate(cases):
+            report(done, case.case_id)
+            with preserved():
+                torch.set_num_threads(threads)
+                record = measure(
+                    case,
+                    kernels[case.kernel],
+                    seed=suite.seed,
+                    regimes=suite.regimes or REGIMES,
+                    timing=suite.timing,
+                )
+            folder.append(record)
+            log.info("%d/%d %s %s %s", done + 1, len(cases), record.case_id, record.status, record.error or "")
     return folder.path

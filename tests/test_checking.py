@@ -401,3 +401,4 @@ def test_a_candidate_that_writes_into_its_input_fails():
     assert found.status == "mismatch"
     assert found.worst.tensor == "input 0"
     assert bool(x.any())  # the caller's own tensor is untouched
+    assert harness.check(doubled, destructive, x).passed  # the candidate is not blamed for the reference

@@ -48,7 +48,8 @@ def _run_cleaned(
 
     dead = ~allowed.any(-1, keepdim=True)  # (B, H, L, 1)
     # What nobody sees goes whatever it is: uninitialised memory may hold finite numbers that overflow.
-    seen = allowed.reshape(B, H_kv, -1, S).any(-2).unsqueeze(-1)  # (B, H_kv, S, 1)
+    grouped = allowed.reshape(B, H_kv, H // H_kv * L, S)  # (B, H_kv, G*L, S)
+    seen = grouped.any(-2).unsqueeze(-1)  # (B, H_kv, S, 1)
     out, weights = kernel.run(
         torch.where(dead & ~q.isfinite(), 0, q),
         torch.where(seen & k.isfinite(), k, 0),
@@ -57,7 +58,7 @@ def _run_cleaned(
     )
 
     # How many non-finite things each output element sees: a bad key spoils the whole row, a bad value its channel.
-    rows = allowed.to(torch.float32).reshape(B, H_kv, H // H_kv * L, S)  # (B, H_kv, G*L, S)
+    rows = grouped.to(torch.float32)
     bad_keys = rows @ (~k.isfinite()).any(-1, keepdim=True).to(torch.float32)  # (B, H_kv, G*L, 1)
     bad_values = rows @ (~v.isfinite()).to(torch.float32)  # (B, H_kv, G*L, D_v)
     row_spoilt = bad_keys.view(B, H, L, 1) > 0
