@@ -12,7 +12,7 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench smoke test check fix nightly gate report figures clean distclean FORCE
+.PHONY: help setup bench smoke test check fix verify nightly gate report figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,7 +42,11 @@ fix: $(STAMP) ## Apply ruff's fixes and formatting
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-nightly: $(STAMP) ## Run configs/nightly.yaml, then the gate
+verify: $(STAMP) ## Swap the attention of every model family and prove that nothing changed (under 2 minutes)
+	@$(BIN)/harness verify --all $(ARGS)
+
+nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate
+	@$(BIN)/harness verify --all --quiet
 	@$(BIN)/harness run configs/nightly.yaml $(ARGS)
 	@$(BIN)/harness gate results/latest
 

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from harness.kernels.front import attention as attention
     from harness.runner import run as run
     from harness.store import load as load
-    from harness.swaps.engine import SwapReport as SwapReport
+    from harness.swaps.engine import replace_mha_with_eager as replace_mha_with_eager
     from harness.swaps.engine import swap as swap
+    from harness.swaps.report import SwapReport as SwapReport
+    from harness.variants.dropin import EagerMultiheadAttention as EagerMultiheadAttention
+    from harness.variants.dropin import EagerMultiheadAttentionWithInProj as EagerMultiheadAttentionWithInProj
     from harness.variants.gqa import GroupedQueryAttention as GroupedQueryAttention
     from harness.variants.mha import MultiHeadAttention as MultiHeadAttention
     from harness.variants.mha import MultiQueryAttention as MultiQueryAttention
@@ -35,8 +38,11 @@ _HOMES = {
     "attention": "harness.kernels.front",
     "check": "harness.checking",
     "load": "harness.store",
+    "replace_mha_with_eager": "harness.swaps",
     "run": "harness.runner",
     "swap": "harness.swaps",
+    "EagerMultiheadAttention": "harness.variants.dropin",
+    "EagerMultiheadAttentionWithInProj": "harness.variants.dropin",
     "Equivalence": "harness.equivalence",
     "GroupedQueryAttention": "harness.variants.gqa",
     "MultiHeadAttention": "harness.variants.mha",

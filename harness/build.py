@@ -15,7 +15,7 @@ from harness.case import Case
 from harness.kernels.call import AttentionCall, Kernel
 from harness.references import Reference
 from harness.specs import VARIANTS
-from harness.swaps import SwapReport, swap
+from harness.swaps import VARIANT, SwapReport, swap
 
 DECODE_STEPS = 4  # one-token steps at the end of the sequence; the rest is prefilled
 
@@ -103,7 +103,7 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
     randomise(module, torch.Generator().manual_seed(seed))
     module = module.to(dtype).eval()
     watch = WatchedKernel(kernel)
-    candidate, report = swap(module, kernel=watch.as_kernel(), **spec.swap_options)
+    candidate, report = swap(module, to=VARIANT, kernel=watch.as_kernel(), **spec.swap_options)
     steps = steps_of(case)
     has_cache = spec.kv_elements_per_token is not None
     return Pair(

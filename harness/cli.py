@@ -7,9 +7,10 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import BadInput
+from harness.families.names import family_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +25,36 @@ examples:
   harness run configs/default.yaml --kernel my.py:fast  judge your own kernel over the whole grid
   harness run configs/nightly.yaml --dry-run            see what would run
   harness gate results/latest                           did anything get worse since the accepted baseline?
+  harness verify llama                                  swap a real model's attention, prove it is the same model
+"""
+
+VERIFY = """\
+Swaps the attention of a real model and proves, in five steps, that the model is still the same:
+
+  load      a tiny random model of the family, a checkpoint of yours, or the model that your function builds
+  inspect   layers, attention class, heads: what the swap is held to
+  swap      every attention replaced, every weight the same bits
+  forward   the same output at the model's end and at every swapped layer, within what rounding explains
+            (docs/acceptance-rule.md); the first layer that departs is named, and a swap that is bypassed fails
+  generate  the same tokens from a greedy decode through the KV cache, or the same latents after a few denoising steps
+
+Nothing is downloaded. The verdict is written to results/verify-<time>/: verify.md, verify.csv and layers.csv.
+"""
+VERIFY_EPILOG = """\
+exit codes:  0 all steps passed   1 a step failed   2 bad input   3 a bug in harness
+
+examples:
+  harness verify llama                                     a tiny random LLaMA, our eager kernel
+  harness verify llama --kernel my_kernels.py:fast         the same, with your kernel (SDPA's signature)
+  harness verify qwen3 --config num_hidden_layers=4 --config attention_bias=true
+  harness verify llama --path ~/models/Llama-3.2-1B        a checkpoint on this disk
+  harness verify my_model.py:build_model --verbose         your own model, every layer's row shown
+  harness verify my_package.models:build_model
+  harness verify --all                                     every family, and a table of them
+
+your own model: a function without arguments that returns the model, or a pair of model and inputs: a tensor, a tuple of
+positional arguments or a dict of keyword arguments. Causal language models of transformers, and models of the families,
+need no inputs.
 """
 
 
@@ -40,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"harness: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("harness: interrupted; finished cases are in the run's records.jsonl", file=sys.stderr)
+        print(
+            "harness: interrupted; finished cases are in the run's records.jsonl (verify: in its verify.csv)",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     except BrokenPipeError:
         _discard_output()
@@ -62,9 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    talk = argparse.ArgumentParser(add_help=False)
-    talk.add_argument("--quiet", action="store_true", help="no progress, no summary, errors only")
-    talk.add_argument("--verbose", action="store_true", help="log every case")
+    talk = _talk("log every case")
 
     run = commands.add_parser("run", parents=[talk], help="measure every cell of a grid")
     run.add_argument("config", metavar="CONFIG", help="YAML file with the grid")
@@ -92,9 +124,58 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--figure", metavar="FILE", type=Path, help="also draw the trade-offs (.png, .svg or .html)")
     report.set_defaults(command=_report)
 
+    verify = commands.add_parser(
+        "verify",
+        parents=[_talk("show every layer's row, log every module")],
+        help="swap a real model's attention and prove that it is the same model",
+        description=VERIFY,
+        epilog=VERIFY_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    target = verify.add_mutually_exclusive_group(required=True)
+    target.add_argument(
+        "target",
+        metavar="FAMILY|FILE.py:FUNCTION",
+        nargs="?",
+        help=f"one of {', '.join(family_names())}; or your own model, as file.py:function or package.module:function",
+    )
+    target.add_argument("--all", action="store_true", help="every family, one after another")
+    verify.add_argument("--kernel", metavar="NAME|FILE.py:FUNCTION", default="eager", help="default: eager")
+    verify.add_argument(
+        "--config",
+        metavar="KEY=VALUE",
+        type=_override,
+        action="append",
+        default=[],
+        help="override a key of the family's tiny config; the value is YAML; repeat for several",
+    )
+    verify.add_argument("--path", metavar="DIR", type=Path, help="a local checkpoint folder of the family")
+    verify.add_argument("--out", metavar="DIR", type=Path, help="the run's folder (default: a new one under results/)")
+    verify.set_defaults(command=_verify)
+
     listing = commands.add_parser("list", parents=[talk], help="variants, masks, kernels, phases, dtypes, regimes")
     listing.set_defaults(command=_list)
     return parser
+
+
+def _talk(verbose: str) -> argparse.ArgumentParser:
+    talk = argparse.ArgumentParser(add_help=False)
+    talk.add_argument("--quiet", action="store_true", help="no progress, no summary, errors only")
+    talk.add_argument("--verbose", action="store_true", help=verbose)
+    return talk
+
+
+def _override(text: str) -> tuple[str, Any]:
+    import yaml
+
+    key, equals, value = text.partition("=")
+    if not (equals and key):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE, as in num_hidden_layers=4")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        problem = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text!r}: the value is not YAML: {problem}") from error
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -194,6 +275,28 @@ def _report(options: argparse.Namespace) -> int:
         share, elapsed = frame.attrs["measured_share"], frame.attrs["elapsed"]
         print_summary(frame, _console(), folder=options.folder, measured_share=share, elapsed=elapsed)
     return EQUAL
+
+
+def _verify(options: argparse.Namespace) -> int:
+    if options.all and (options.config or options.path):
+        raise BadInput("--all takes no --config and no --path: they belong to one family")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is loaded: nothing is ever downloaded
+    if options.quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from harness.verify.run import all_families, run
+
+    console = _console()
+    console.quiet = options.quiet
+    found = run(
+        all_families() if options.all else [options.target],
+        kernel=options.kernel,
+        config=dict(options.config),
+        path=options.path,
+        out=options.out,
+        console=console,
+        every_layer=options.verbose,
+    )
+    return EQUAL if all(each.passed for each in found) else NOT_EQUAL
 
 
 def _list(options: argparse.Namespace) -> int:

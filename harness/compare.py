@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from harness.build import Pair, Side, jitter
 from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, judge
 from harness.regimes import Inputs, make_inputs
-from harness.swaps.engine import WeightSource
+from harness.swaps.weights import WeightSource
 from harness.timing import Stopwatch
 
 

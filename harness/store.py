@@ -62,7 +62,7 @@ class RunFolder:
             latest = results_root / LATEST
             if latest.exists() and not latest.is_symlink():
                 raise StoreError(f"{latest} is not a symlink; move it away, it must point to the latest run")
-            path = _new_folder(results_root, slug(suite_name))
+            path = new_folder(results_root, slug(suite_name))
         else:
             path = Path(out)
             if path.exists() and not path.is_dir():
@@ -167,7 +167,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def _new_folder(root: Path, name: str) -> Path:
+def new_folder(root: Path, name: str) -> Path:
+    """A folder of this second, which nobody else has."""
     stamp = f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     root.mkdir(parents=True, exist_ok=True)
     attempt = 1

@@ -13,7 +13,7 @@ import harness
 from harness.build import randomise
 from harness.case import Case
 from harness.references.mla_block import MlaBlock
-from harness.swaps.engine import SwapError
+from harness.swaps.converters import SwapError
 from harness.variants.blocks import EncoderLayer
 
 E, H, FF, S, B = 24, 4, 40, 11, 3
@@ -101,7 +101,7 @@ def mask_pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 @torch.no_grad()
 def test_swapped_layer_equals_torchs(norm_first: bool, activation: str, mask: str, fast: bool) -> None:
     theirs = torch_layer(norm_first, activation)
-    ours, report = harness.swap(theirs)
+    ours, report = harness.swap(theirs, to="variant")
     assert isinstance(ours, EncoderLayer)
     assert (ours.norm_first, ours.activation) == (norm_first, activation)
     assert [row.was for row in report.swapped] == ["TransformerEncoderLayer"]
@@ -118,7 +118,7 @@ def test_swapped_layer_equals_torchs(norm_first: bool, activation: str, mask: st
 def test_torchs_fast_path_takes_a_float_mask_for_a_bool_one(norm_first: bool) -> None:
     """Whatever is not 0 is blocked: a bias is lost without a word. Ours adds it, as torch's slow path does."""
     theirs, x = torch_layer(norm_first), tokens()
-    ours, _ = harness.swap(theirs)
+    ours, _ = harness.swap(theirs, to="variant")
     bias = torch.zeros(S, S, dtype=torch.float64)
     bias[:, 2] = 0.5
     with fast_path(True):
@@ -151,7 +151,7 @@ def test_the_fast_path_really_ran_and_really_did_not() -> None:
 @pytest.mark.parametrize("mask", ["none", "causal_padding", "float"])
 def test_gradients_equal_torchs(norm_first: bool, activation: str, mask: str) -> None:
     theirs = torch_layer(norm_first, activation)
-    ours, report = harness.swap(theirs)
+    ours, report = harness.swap(theirs, to="variant")
     torch_rules, rules = mask_pairs()[mask]
     cotangent = torch.randn(B, S, E, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     x, y = (tokens().requires_grad_() for _ in range(2))
@@ -172,13 +172,13 @@ def test_gradients_equal_torchs(norm_first: bool, activation: str, mask: str) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layer_equals_torchs_by_the_acceptance_rule(norm_first: bool, dtype: torch.dtype) -> None:
     theirs = torch_layer(norm_first, "gelu", dtype=dtype)
-    ours, _ = harness.swap(theirs)
+    ours, _ = harness.swap(theirs, to="variant")
     harness.assert_equivalent(ours, theirs, tokens(dtype), gradients=True)
 
 
 def test_post_and_pre_ln_differ_and_the_order_is_as_named() -> None:
-    post, _ = harness.swap(torch_layer(False))
-    pre, _ = harness.swap(torch_layer(True))
+    post, _ = harness.swap(torch_layer(False), to="variant")
+    pre, _ = harness.swap(torch_layer(True), to="variant")
     x = tokens()
     with torch.no_grad():
         assert float((post(x) - pre(x)).abs().max()) > 0.1
@@ -195,7 +195,7 @@ def test_post_and_pre_ln_differ_and_the_order_is_as_named() -> None:
 @torch.no_grad()
 def test_bias_norm_eps_and_dropout_are_carried(norm_first: bool, bias: bool) -> None:
     theirs = torch_layer(norm_first, bias=bias, layer_norm_eps=0.3, dropout=0.4)
-    ours: Any = harness.swap(theirs)[0]
+    ours: Any = harness.swap(theirs, to="variant")[0]
     assert (ours.norm1.eps, ours.norm2.eps) == (0.3, 0.3)
     assert (ours.dropout.p, ours.attention.dropout) == (0.4, 0.4)
     assert (ours.linear1.bias is not None) is bias
@@ -228,7 +228,7 @@ def test_a_layer_around_any_variant_decodes_what_it_computes_in_full(attention_t
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 7}, {"bias": False}], ids=["plain", "q_lora", "no_bias"])
 def test_mla_block_equals_its_reference(mode: str, changes: dict[str, Any]) -> None:
     theirs = mla_block(**changes)
-    ours, report = harness.swap(theirs, mode=mode)
+    ours, report = harness.swap(theirs, to="variant", mode=mode)
     assert [row.became for row in report.swapped] == ["EncoderLayer"]
     inner: Any = ours.attention
     assert inner.mode == mode
@@ -259,7 +259,7 @@ def test_mla_block_equals_its_reference(mode: str, changes: dict[str, Any]) -> N
 @pytest.mark.parametrize("mode", ["naive", "absorbed"])
 def test_mla_block_by_the_acceptance_rule(mode: str) -> None:
     theirs = mla_block().float()
-    ours, _ = harness.swap(theirs, mode=mode)
+    ours, _ = harness.swap(theirs, to="variant", mode=mode)
     harness.assert_equivalent(ours, theirs, tokens(torch.float32), gradients=True)
 
 
@@ -278,7 +278,7 @@ def test_mla_block_as_formulas() -> None:
 @torch.no_grad()
 def test_one_wrong_weight_is_seen(part: str) -> None:
     theirs = torch_layer(True)
-    ours, _ = harness.swap(theirs)
+    ours, _ = harness.swap(theirs, to="variant")
     ours.get_submodule(part).weight[-1] *= 1.001  # type: ignore[operator,index]
     with pytest.raises(AssertionError):
         assert_same(ours(tokens()), theirs(tokens()))
@@ -291,4 +291,4 @@ def test_errors() -> None:
     layer = torch_layer(True)
     layer.activation = torch.tanh
     with pytest.raises(SwapError, match="only relu and gelu are known"):
-        harness.swap(layer)
+        harness.swap(layer, to="variant")

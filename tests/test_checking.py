@@ -49,10 +49,7 @@ class SelfAttention(nn.Module):
         self.attention = attention
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.attention, nn.MultiheadAttention):
-            out: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        else:
-            out = self.attention(x)
+        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
         return out
 
 

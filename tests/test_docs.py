@@ -9,25 +9,30 @@ import pytest
 
 from harness.cli import main
 from harness.config import load_suite
+from harness.families.names import family_names
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+GUIDES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 
 
-def fences(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+def fences(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-PYTHON = [code for code in fences("python") if not code.startswith("# my_kernels.py")]
+# An example that begins with its file's name is that file.
+FILES = {match[1]: code for code in fences("python") if (match := re.match(r"# (\w+\.py)\n", code))}
+PYTHON = [code for code in fences("python") if code not in FILES.values()]
+GUIDE_PYTHON = [(name, code) for name, text in GUIDES.items() for code in fences("python", text)]
 COMMANDS = [line.partition("#")[0].strip() for block in fences("bash") for line in block.splitlines() if line.strip()]
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder like the repository's root, with the README's own kernel file in it."""
+    """A folder like the repository's root, with the README's own files in it."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (kernel,) = (code for code in fences("python") if code.startswith("# my_kernels.py"))
-    (tmp_path / "my_kernels.py").write_text(kernel)
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -41,6 +46,20 @@ def test_the_readme_has_examples_of_each_kind():
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
 def test_python_examples_run(code: str, workplace: Path):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize(("name", "code"), GUIDE_PYTHON, ids=[f"{n}-{i}" for i, (n, _) in enumerate(GUIDE_PYTHON)])
+def test_python_examples_of_the_guides_run(name: str, code: str, workplace: Path):
+    exec(compile(code, name, "exec"), {"__name__": "guide"})
+
+
+def test_commands_of_the_guides_run(workplace: Path):
+    commands = [line for text in GUIDES.values() for block in fences("bash", text) for line in block.splitlines()]
+    assert len(commands) >= 2
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "harness", command
+        assert main(arguments) == 0, command
 
 
 def test_commands_run_in_order(workplace: Path):
@@ -85,9 +104,17 @@ def test_the_readme_counts_the_cells_of_make_bench():
 
 def test_every_linked_file_exists():
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    links += [f"docs/{link}" for text in GUIDES.values() for link in re.findall(r"\]\(([^)#:]+)\)", text)]
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_the_verify_table_names_every_family():
+    shown = re.search(r"<!-- verify.*?-->\n```\n(.*?)```", README, flags=re.DOTALL)
+    assert shown is not None
+    rows = [line.split()[0] for line in shown[1].splitlines() if line.endswith("equal")]
+    assert rows == [*family_names()]
 
 
 def test_every_named_file_exists():

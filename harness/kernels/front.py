@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -73,7 +74,10 @@ def attention(
         dropout_p=dropout_p,
         need_weights=return_weights,
     )
-    out, weights = shield.run(find_kernel(kernel), q, k, v, call)
+    # Autocast would round the fp32 scores to half precision again.
+    casts = not q.is_meta and torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if casts else nullcontext():
+        out, weights = shield.run(find_kernel(kernel), q, k, v, call)
     if not return_weights:
         return out
     assert weights is not None

@@ -16,7 +16,7 @@ from harness.kernels.call import AttentionCall, Kernel, Unsupported
 
 
 class PluginError(BadInput):
-    """A user's kernel that cannot be loaded; the message names the file and the reason."""
+    """A user's kernel or model that cannot be loaded; the message names the file and the reason."""
 
 
 def run_sdpa_signature(
@@ -58,13 +58,19 @@ def from_function(function: Callable[..., Tensor], name: str, **options: Any) ->
 
 def load(spec: str) -> Kernel:
     """`my_kernels.py:fast` or `package.module:fast`. Not shielded: a user's kernel is judged as it is."""
+    function, origin = find_function(spec)
+    return from_function(function, spec, shielded=False, origin=origin)
+
+
+def find_function(spec: str) -> tuple[Callable[..., Any], str]:
+    """A user's function by `file.py:name` or `package.module:name`, and the file it came from."""
     place, _, attribute = spec.rpartition(":")
     module, origin = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     function = getattr(module, attribute, None)
     if not callable(function):
         found = ", ".join(n for n in vars(module) if callable(vars(module)[n]) and not n.startswith("_")) or "none"
         raise PluginError(f"{spec}: no function {attribute!r} in {place}; callables there: {found}")
-    return from_function(function, spec, shielded=False, origin=origin)
+    return function, origin
 
 
 def _import_file(path: Path) -> tuple[Any, str]:

@@ -24,6 +24,10 @@ def count(value: Any) -> str:
     raise AssertionError("unreachable: G takes the rest")
 
 
+def plural(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
+
+
 def span(low: Any, high: Any) -> str:
     """One number, or the range over cells of several sizes."""
     return count(low) if is_absent(low) or low == high else f"{count(low)}…{count(high)}"

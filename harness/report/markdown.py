@@ -34,7 +34,7 @@ def summary_markdown(
     if line := measured_line(measured_share, elapsed):
         parts.append(line)
     if environment is not None:
-        parts += ["## Environment", _environment(environment)]
+        parts += ["## Environment", environment_table(environment)]
     if len(frame):
         parts.append(f"<details><summary>All {len(frame)} cells</summary>\n\n{_cells(frame)}\n\n</details>")
     return "\n\n".join(parts) + "\n"
@@ -47,7 +47,7 @@ def _variants(summary: pd.DataFrame) -> list[str]:
         columns = [*names, *group.columns]
         rows = zip(*([text(cell) for cell in column.cells] for column in columns), strict=True)
         lefts = [column.left for column in columns]
-        parts += [f"## {group.question}", _table([column.title for column in columns], rows, lefts)]
+        parts += [f"## {group.question}", table_of([column.title for column in columns], rows, lefts)]
     return [*parts, "<br>".join(story.LEGEND)]
 
 
@@ -58,10 +58,10 @@ def _not_ok(bad: pd.DataFrame) -> list[str]:
         (row["status"], code(row["case_id"]), text(story.explain(row))) for row in bad.head(SHOWN).to_dict("records")
     ]
     more = [f"+{len(bad) - SHOWN} more, see results.csv"] if len(bad) > SHOWN else []
-    return ["## Not ok", _table(("status", "cell", "why"), rows, [True] * 3), *more]
+    return ["## Not ok", table_of(("status", "cell", "why"), rows, [True] * 3), *more]
 
 
-def _environment(environment: Environment) -> str:
+def environment_table(environment: Environment) -> str:
     state = " (dirty)" if environment.dirty else ""
     versions = {name: getattr(environment, name) for name in ("python", "torch", "numpy", "pandas", "harness")}
     rows = [
@@ -71,7 +71,7 @@ def _environment(environment: Environment) -> str:
         ("platform", environment.platform),
         ("commit", f"{environment.commit}{state}" if environment.commit else f"none{state}"),
     ]
-    return _table(("", ""), [(name, text(value)) for name, value in rows], [True, True])
+    return table_of(("", ""), [(name, text(value)) for name, value in rows], [True, True])
 
 
 def _cells(frame: pd.DataFrame) -> str:
@@ -92,10 +92,10 @@ def _cells(frame: pd.DataFrame) -> str:
         )
         for row in frame.to_dict("records")
     ]
-    return _table(CELL_TITLES, rows, [title in ("cell", "status", "message") for title in CELL_TITLES])
+    return table_of(CELL_TITLES, rows, [title in ("cell", "status", "message") for title in CELL_TITLES])
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], lefts: Sequence[bool]) -> str:
+def table_of(titles: Sequence[str], rows: Iterable[Sequence[str]], lefts: Sequence[bool]) -> str:
     rule = [":--" if left else "--:" for left in lefts]
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, rule, *rows))
 

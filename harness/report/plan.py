@@ -9,6 +9,7 @@ from rich.table import Table
 from harness.case import DTYPES, PHASES, Case
 from harness.config import Suite
 from harness.document import REGIMES
+from harness.families.names import family_titles
 from harness.kernels.names import kernel_names
 from harness.masks import MASKS
 from harness.specs import VARIANTS
@@ -37,6 +38,7 @@ def print_names(console: Console) -> None:
     _print_section(console, "masks", {name: MASKS[name].title for name in MASKS})
     kernels = dict.fromkeys(kernel_names(), "") | {"FILE.py:FUNCTION": "your own, with SDPA's signature"}
     _print_section(console, "kernels", kernels)
+    _print_section(console, "model families", family_titles())
     for title, names in (("phases", PHASES), ("dtypes", DTYPES), ("regimes", REGIMES)):
         console.print(f"[bold]{title}[/]  {', '.join(names)}", highlight=False)
 

@@ -61,22 +61,22 @@ def _print_variants(summary: pd.DataFrame, console: Console) -> None:
     """One table where it fits, else one for each question, else that without the ranges."""
     names = story.names(summary)
     whole = [column for group in story.groups(summary, ranges=False) for column in group.columns]
-    table = _table([*names, *whole])
+    table = table_of([*names, *whole])
     console.print()
-    if _fits(table, console):
+    if fits(table, console):
         console.print(table)
         console.print()
     else:
         pairs = zip(story.groups(summary, ranges=True), story.groups(summary, ranges=False), strict=True)
         for detailed, short in pairs:
-            table = _table([*names, *detailed.columns], title=detailed.question)
-            console.print(table if _fits(table, console) else _table([*names, *short.columns], title=short.question))
+            table = table_of([*names, *detailed.columns], title=detailed.question)
+            console.print(table if fits(table, console) else table_of([*names, *short.columns], title=short.question))
             console.print()
     for line in story.LEGEND:
         _print(console, Text(line, "dim"))
 
 
-def _table(columns: list[story.Column], *, title: str | None = None) -> Table:
+def table_of(columns: list[story.Column], *, title: str | None = None) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False
     )
@@ -89,7 +89,7 @@ def _table(columns: list[story.Column], *, title: str | None = None) -> Table:
     return table
 
 
-def _fits(table: Table, console: Console) -> bool:
+def fits(table: Table, console: Console) -> bool:
     # Measured in a room without walls: in the console's own the answer is cut to its width.
     return console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width
 

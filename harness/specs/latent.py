@@ -11,11 +11,21 @@ from harness.specs import MATMUL, VARIANTS, Impossible, VariantSpec, at_least_on
 
 
 def latent_params(
-    embed_dim: int, heads: int, nope: int, rope: int, value: int, rank: int, q_rank: int | None, *, bias: bool = False
+    embed_dim: int,
+    heads: int,
+    nope: int,
+    rope: int,
+    value: int,
+    rank: int,
+    q_rank: int | None,
+    *,
+    bias: bool = False,
+    latent_norm: bool = True,
 ) -> int:
     queries = heads * (nope + rope)
     q = embed_dim * queries if q_rank is None else embed_dim * q_rank + q_rank + q_rank * queries
-    weights = q + embed_dim * (rank + rope) + rank + rank * heads * (nope + value) + heads * value * embed_dim
+    norm = rank if latent_norm else 0
+    weights = q + embed_dim * (rank + rope) + norm + rank * heads * (nope + value) + heads * value * embed_dim
     biases = queries + (q_rank or 0) + (rank + rope) + heads * (nope + value) + embed_dim
     return weights + (biases if bias else 0)
 

@@ -1,165 +1,201 @@
-"""Walk a model, replace what a converter knows, carry the weights over and compare them."""
+"""Find every attention of a model, make it ours, carry the weights over, compare them, and be able to undo it."""
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import fnmatch
+import gc
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from harness.errors import BadInput
-from harness.kernels.front import AnyKernel
+from harness.kernels.front import AnyKernel, find_kernel
+from harness.swaps.converters import CONVERTERS, DROP_IN, OPTIONS, Converter, Request, SwapError, converter_of
+from harness.swaps.report import SwappedModule, SwapReport
+from harness.swaps.weights import WeightSource, carry_weights, inherit, write_back
 
+log = logging.getLogger(__name__)
 
-class SwapError(BadInput):
-    """A swap that cannot be done, or that did not carry its weights over."""
+Only = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
-
-@dataclass(frozen=True)
-class WeightSource:
-    """Where a new parameter comes from: one of the old module's, whole or some of its rows."""
-
-    name: str
-    rows: tuple[int, int] | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A new module, its weights still to be loaded, and the source of each of its parameters."""
-
-    module: nn.Module
-    weights: Mapping[str, WeightSource]
-
-
-@dataclass(frozen=True)
-class SwappedModule:
-    name: str  # full name in the model; "" is the model itself
-    was: str
-    became: str
-    params_before: int
-    params_after: int
-    weights: Mapping[str, WeightSource]  # full new parameter name -> full old parameter name
-
-
-@dataclass(frozen=True)
-class SwapReport:
-    swapped: tuple[SwappedModule, ...]
-
-    def sources(self) -> dict[str, WeightSource]:
-        """Every replaced parameter of the new model and where it stands in the old one."""
-        return {name: source for module in self.swapped for name, source in module.weights.items()}
-
-
-Converter = Callable[[Any, Mapping[str, Any]], Conversion]
-CONVERTERS: dict[type[nn.Module], Converter] = {}
-OPTIONS: dict[Converter, tuple[str, ...]] = {}  # which of `swap`'s options each converter heeds
-
-
-def converts(*kinds: type[nn.Module], options: tuple[str, ...] = ()) -> Callable[[Converter], Converter]:
-    def register(convert: Converter) -> Converter:
-        for kind in kinds:
-            if kind in CONVERTERS:
-                raise ValueError(f"two converters for {kind.__name__}")
-            CONVERTERS[kind] = convert
-        OPTIONS[convert] = options
-        return convert
-
-    return register
+# Libraries whose models are adapted whole, through their own extension points: base class -> module with `attach` and
+# OPTIONS. Imported only when such a model is met, so the library is there.
+ADAPTERS = {
+    ("transformers", "PreTrainedModel"): "harness.swaps.transformers_models",
+    ("diffusers", "ModelMixin"): "harness.swaps.diffusers_models",
+}
 
 
 def swap(
-    model: nn.Module, to: str = "eager", *, kernel: AnyKernel | None = None, **options: Any
+    model: nn.Module,
+    to: str = "eager",
+    *,
+    kernel: AnyKernel | None = None,
+    only: Only | None = None,
+    inplace: bool = False,
+    **options: Any,
 ) -> tuple[nn.Module, SwapReport]:
-    """A copy of `model` with every known attention replaced by ours, running `kernel` (default: the one named `to`)."""
-    if kernel is None:
-        kernel = to
-    model = copy.deepcopy(model)
-    done: dict[int, nn.Module] = {}  # old module -> its replacement: aliases get the same one
-    rows: list[SwappedModule] = []
-    heeded: set[str] = set()
-    places: list[str] = []  # where a module was replaced whole, aliases included
+    """A copy of `model` with every known attention replaced by ours.
+
+    to       a kernel's name: the same attention, called in the same way, run by that kernel; or a conversion:
+             "split", "fused", "mha", "gqa-2", "mla", "mla-64" (see docs/swapping.md)
+    kernel   the kernel, if not by name: a Kernel, or any callable with SDPA's signature
+    only     which modules: a name pattern ("encoder.*"), a type, or a predicate (name, module) -> bool
+    inplace  change the model itself; parameters that keep their shape stay the same objects
+    """
+    request = _request(to, kernel, only, options)
+    if not inplace:
+        model = copy.deepcopy(model)
+    edits = _Edits(model, request)
     # The list is fixed before anything is replaced, and holds shared modules once per place.
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if any(place == "" or name.startswith(f"{place}.") for place in places):
-            continue  # went with its parent
-        convert = converter_of(name, module)
+    try:
+        with _collector_paused():
+            for name, module in list(model.named_modules(remove_duplicate=False)):
+                edits.visit(name, module)
+        return edits.finish()
+    except BaseException:
+        edits.undo()  # in place, half a swap would be left behind
+        raise
+
+
+def replace_mha_with_eager(model: nn.Module, use_in_proj: bool = False) -> nn.Module:
+    """A copy of `model`, every nn.MultiheadAttention replaced by ours; the original is untouched."""
+    return swap(model, use_in_proj=use_in_proj)[0]
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Thousands of modules are made and none is garbage: looking through them again and again takes a third more."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _request(to: str, kernel: AnyKernel | None, only: Only | None, options: Mapping[str, Any]) -> Request:
+    target, _, size = to.partition("-")
+    conversions = sorted({known for known, _ in CONVERTERS} - {DROP_IN})
+    if target not in conversions:
+        target, size = DROP_IN, ""
+    elif size and not (size.isdecimal() and int(size) > 0):
+        raise SwapError(f"to = {to!r}: after {target}- must come a positive number")
+    found = find_kernel(kernel if kernel is not None else to if target == DROP_IN else "eager")
+    keeps = kernel is None and target != DROP_IN
+    return Request(target, int(size) if size else None, found, options, _predicate(only), keeps)
+
+
+def _predicate(only: Only | None) -> Callable[[str, nn.Module], bool]:
+    if only is None:
+        return lambda name, module: True
+    if isinstance(only, str):
+        return lambda name, module: fnmatch.fnmatchcase(name, only)
+    if isinstance(only, type):
+        return lambda name, module: isinstance(module, only)
+    return only
+
+
+class _Edits:
+    """One swap under way."""
+
+    def __init__(self, model: nn.Module, request: Request) -> None:
+        self.model, self.request = model, request
+        self.rows: list[SwappedModule] = []
+        self.heeded: set[str] = set()
+        self.done: dict[nn.Module, nn.Module] = {}  # old module -> its replacement: aliases get the same one
+        self.places: dict[str, nn.Module] = {}  # full name -> old module, aliases included
+        self.twins: dict[tuple[int, WeightSource], nn.Parameter] = {}  # so that tied parameters stay tied
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        if self._is_inside(name):
+            return  # went with its parent
+        if self.request.to == DROP_IN and (adapter := adapter_of(module)) is not None:
+            if module not in self.done:
+                self.done[module] = module
+                self.rows += adapter.attach(name, module, self.request)
+                self.heeded |= {*adapter.OPTIONS}
+            self.places[name] = module
+            return
+        convert = converter_of(name, module, self.request)
         if convert is None:
-            continue
-        if id(module) not in done:
-            done[id(module)], row = _replace(name, module, convert, {"kernel": kernel, **options})
-            rows.append(row)
-            heeded |= {*OPTIONS[convert]}
-        places.append(name)
+            return
+        if module not in self.done:
+            self._replace(name, module, convert)
+        self.places[name] = module
+        self._put(name, self.done[module])
+
+    def finish(self) -> tuple[nn.Module, SwapReport]:
+        known = ", ".join(sorted(kind.__name__ for to, kind in CONVERTERS if to == self.request.to))
+        if not self.rows:
+            raise SwapError(
+                f"nothing to swap in {type(self.model).__name__}: no module that was asked for is one of {known}"
+            )
+        if ignored := self.request.options.keys() - self.heeded:
+            heeded = ", ".join(sorted(self.heeded)) or "none"
+            raise SwapError(f"options no swapped module heeds: {', '.join(sorted(ignored))}; known here: {heeded}")
+        return self.model, SwapReport(tuple(self.rows), _root=lambda: self.model)
+
+    def undo(self) -> None:
+        for row in reversed(self.rows):
+            row.undo()
+
+    def _is_inside(self, name: str) -> bool:
+        if "" in self.places:
+            return True
+        parts = name.split(".")
+        return any(".".join(parts[:end]) in self.places for end in range(1, len(parts)))
+
+    def _put(self, name: str, module: nn.Module) -> None:
         if name == "":
-            model = done[id(module)]
+            self.model = module
         else:
-            model.set_submodule(name, done[id(module)])
-    if not rows:
-        known = ", ".join(sorted(kind.__name__ for kind in CONVERTERS))
-        raise SwapError(f"nothing to swap in {type(model).__name__}; known: {known}")
-    if ignored := options.keys() - heeded:
-        known = ", ".join(sorted(heeded)) or "none"
-        raise SwapError(f"options no swapped module heeds: {', '.join(sorted(ignored))}; known here: {known}")
-    return model, SwapReport(tuple(rows))
+            self.model.set_submodule(name, module)
+
+    def _replace(self, name: str, old: nn.Module, convert: Converter) -> None:
+        where = name or "the model"
+        if "forward" in vars(old):
+            raise SwapError(f"{where}: its forward was replaced on the instance, and a swap would lose that")
+        counter = self.request.counter(old)
+        try:
+            conversion = convert(old, counter.as_kernel(), self.request)
+            new = conversion.module
+            carried = carry_weights(old, new, conversion.weights, conversion.derived, self.twins)
+        except ValueError as error:
+            raise SwapError(f"{where}: {error}") from error
+        inherit(old, new, attributes=self.request.to == DROP_IN)
+        self.heeded |= {*OPTIONS[convert]}
+        self.done[old] = new
+        prefix = f"{name}." if name else ""
+
+        def undo() -> None:
+            write_back(old, new, conversion.weights)
+            for place, module in self.places.items():
+                if module is old:
+                    self._put(place, old)
+
+        self.rows.append(
+            SwappedModule(
+                name=name,
+                was=type(old).__name__,
+                became=type(new).__name__,
+                params_before=carried.params_before,
+                params_after=carried.params_after,
+                weights={prefix + key: WeightSource(prefix + s.name, s.rows) for key, s in carried.sources.items()},
+                error=conversion.error,
+                counter=counter,
+                undo=undo,
+            )
+        )
+        log.info("%s: %s -> %s", where, type(old).__name__, type(new).__name__)
 
 
-def converter_of(name: str, module: nn.Module) -> Converter | None:
-    convert = CONVERTERS.get(type(module))
-    if convert is None and isinstance(module, tuple(CONVERTERS)):
-        known = next(kind.__name__ for kind in CONVERTERS if isinstance(module, kind))
-        # A subclass may compute something else: replacing it by its parent's counterpart would be a silent change.
-        raise SwapError(f"{name or 'the model'} is {type(module).__name__}, an unknown subclass of {known}")
-    return convert
-
-
-def convert_child(name: str, child: nn.Module, convert: Converter, options: Mapping[str, Any]) -> Conversion:
-    """For a converter that replaces a module whole: its attention must be exactly the one it knows."""
-    if converter_of(name, child) is not convert:
-        raise SwapError(f"{name} is {type(child).__name__}: cannot be swapped inside its parent")
-    return convert(child, options)
-
-
-def _replace(
-    name: str, old: nn.Module, convert: Converter, options: Mapping[str, Any]
-) -> tuple[nn.Module, SwappedModule]:
-    conversion = convert(old, options)
-    new = conversion.module
-    prefix = f"{name}." if name else ""
-    # Two names of one tied parameter are two sources.
-    old_parameters = dict(old.named_parameters(remove_duplicate=False))
-    new_parameters = dict(new.named_parameters())
-    if missing := new_parameters.keys() ^ conversion.weights.keys():
-        raise SwapError(f"{name or 'the model'}: parameters without a source: {', '.join(sorted(missing))}")
-    if lost := old_parameters.keys() - {source.name for source in conversion.weights.values()}:
-        raise SwapError(f"{name or 'the model'}: parameters that nothing takes over: {', '.join(sorted(lost))}")
-    with torch.no_grad():
-        for key, source in conversion.weights.items():
-            origin = old_parameters[source.name]
-            new_parameters[key].copy_(source.of(origin))
-            new_parameters[key].requires_grad_(origin.requires_grad)
-    for key, source in conversion.weights.items():
-        if not _same_bits(new_parameters[key], source.of(old_parameters[source.name])):
-            raise SwapError(f"{prefix}{key} differs from its source {prefix}{source.name} after the swap")
-    new.train(old.training)
-    row = SwappedModule(
-        name=name,
-        was=type(old).__name__,
-        became=type(new).__name__,
-        params_before=sum(p.numel() for p in old.parameters()),
-        params_after=sum(p.numel() for p in new.parameters()),
-        weights={prefix + key: WeightSource(prefix + s.name, s.rows) for key, s in conversion.weights.items()},
-    )
-    return new, row
-
-
-def _same_bits(new: Tensor, old: Tensor) -> bool:
-    """NaN included, -0.0 apart from 0.0; tensors on the meta device have no bits."""
-    if new.shape != old.shape or new.dtype != old.dtype:
-        return False
-    if new.is_meta and old.is_meta:
-        return True
-    return torch.equal(*(t.detach().flatten().view(torch.uint8) for t in (new, old)))
+def adapter_of(module: nn.Module) -> Any:
+    for base in type(module).__mro__:
+        place = ADAPTERS.get((base.__module__.partition(".")[0], base.__name__))
+        if place is not None:
+            return importlib.import_module(place)
+    return None

@@ -1,14 +1,15 @@
 """The SDPA reference modules to harness's variants."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
+from harness.kernels.call import Kernel
 from harness.references.mla_block import MlaBlock
 from harness.references.sdpa import SdpaAttention
 from harness.references.sdpa_mla import ExpandedMLA
-from harness.swaps.engine import Conversion, WeightSource, convert_child, converts
+from harness.swaps.converters import VARIANT, Conversion, Request, convert_child, converts
+from harness.swaps.weights import WeightSource
 from harness.variants.blocks import EncoderLayer
 from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
@@ -23,15 +24,15 @@ def renamed(module: nn.Module, names: Mapping[str, str]) -> Conversion:
     return Conversion(module, weights)
 
 
-@converts(SdpaAttention)
-def convert_sdpa(old: SdpaAttention, options: Mapping[str, Any]) -> Conversion:
+@converts(SdpaAttention, to=VARIANT)
+def convert_sdpa(old: SdpaAttention, kernel: Kernel, request: Request) -> Conversion:
     new = GroupedQueryAttention(
         old.wq.in_features,
         old.heads,
         old.kv_heads,
         head_dim=old.head_dim,
         bias=old.wq.bias is not None,
-        kernel=options["kernel"],
+        kernel=kernel,
         device=old.wq.weight.device,
         dtype=old.wq.weight.dtype,
     )
@@ -50,8 +51,8 @@ MLA_NAMES = {
 }
 
 
-@converts(ExpandedMLA, options=("mode",))
-def convert_mla(old: ExpandedMLA, options: Mapping[str, Any]) -> Conversion:
+@converts(ExpandedMLA, to=VARIANT, options=("mode",))
+def convert_mla(old: ExpandedMLA, kernel: Kernel, request: Request) -> Conversion:
     new = MultiHeadLatentAttention(
         old.wkv_a.in_features,
         old.heads,
@@ -61,18 +62,18 @@ def convert_mla(old: ExpandedMLA, options: Mapping[str, Any]) -> Conversion:
         rope_head_dim=old.pe,
         v_head_dim=old.value,
         bias=old.wo.bias is not None,
-        mode=options.get("mode", "auto"),
-        kernel=options["kernel"],
+        mode=request.options.get("mode", "auto"),
+        kernel=kernel,
         device=old.wo.weight.device,
         dtype=old.wo.weight.dtype,
     )
     return renamed(new, MLA_NAMES)
 
 
-@converts(MlaBlock, options=("mode",))
-def convert_mla_block(old: MlaBlock, options: Mapping[str, Any]) -> Conversion:
+@converts(MlaBlock, to=VARIANT, options=("mode",))
+def convert_mla_block(old: MlaBlock, kernel: Kernel, request: Request) -> Conversion:
     new = EncoderLayer(
-        convert_child("attn", old.attn, convert_mla, options).module,
+        convert_child("attn", old.attn, convert_mla, kernel, request).module,
         old.up.in_features,
         old.up.out_features,
         norm_first=True,

@@ -1,42 +1,110 @@
-"""nn.MultiheadAttention and nn.TransformerEncoderLayer to harness's modules."""
-
-from collections.abc import Mapping
-from typing import Any
+"""torch's own layers: nn.MultiheadAttention to a drop-in or a variant, nn.TransformerEncoderLayer to ours."""
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from harness.swaps.engine import Conversion, SwapError, WeightSource, convert_child, converts
+from harness.kernels.call import Kernel
+from harness.swaps.converters import DROP_IN, VARIANT, Conversion, Request, SwapError, convert_child, converts
+from harness.swaps.weights import WeightSource
 from harness.variants.blocks import EncoderLayer
+from harness.variants.dropin import (
+    DeadRows,
+    DropInAttention,
+    EagerMultiheadAttention,
+    EagerMultiheadAttentionWithInProj,
+)
 from harness.variants.mha import MultiHeadAttention
 
+PARTS = ("q_proj", "k_proj", "v_proj")
 
-@converts(nn.MultiheadAttention)
-def convert_mha(old: nn.MultiheadAttention, options: Mapping[str, Any]) -> Conversion:
-    if not old._qkv_same_embed_dim or old.bias_k is not None or old.add_zero_attn or not old.batch_first:
-        raise SwapError("only batch-first self-attention without kdim, vdim, bias_kv and zero_attn can be swapped yet")
-    E = old.embed_dim
-    has_bias = old.in_proj_bias is not None
-    new = MultiHeadAttention(
-        E,
+
+@converts(nn.MultiheadAttention, to=DROP_IN, options=("use_in_proj", "dead_rows"))
+def convert_to_drop_in(old: nn.MultiheadAttention, kernel: Kernel, request: Request) -> Conversion:
+    packed = bool(request.options.get("use_in_proj", False))
+    kind = EagerMultiheadAttentionWithInProj if packed else EagerMultiheadAttention
+    new = drop_in_like(old, kind, kernel, request.options.get("dead_rows", "zero"))
+    if packed:
+        return Conversion(new, _take_in_projection(old, new))
+    if parametrize.is_parametrized(old):
+        names = ", ".join(old.parametrizations)  # type: ignore[arg-type]
+        raise SwapError(f"its {names} is parametrized: split, it could not be; swap with use_in_proj=True")
+    return Conversion(new, split_sources(old))
+
+
+def drop_in_like(
+    old: nn.MultiheadAttention | DropInAttention, kind: type[DropInAttention], kernel: Kernel, dead_rows: DeadRows
+) -> DropInAttention:
+    """With the old module's own output projection and bias tokens; its input projections are still to come."""
+    new = kind(
+        old.embed_dim,
         old.num_heads,
-        bias=has_bias,
         dropout=old.dropout,
-        kernel=options["kernel"],
+        bias=old.in_proj_bias is not None,
+        add_zero_attn=old.add_zero_attn,
+        kdim=old.kdim,
+        vdim=old.vdim,
+        batch_first=old.batch_first,
+        device="meta",  # no memory and no random numbers: every weight comes from the old module
+        dtype=old.out_proj.weight.dtype,
+        kernel=kernel,
+        dead_rows=dead_rows,
+    )
+    new.out_proj = old.out_proj  # the module itself, with its hooks and parametrizations
+    new.bias_k, new.bias_v = old.bias_k, old.bias_v
+    return new
+
+
+def split_sources(old: nn.MultiheadAttention | DropInAttention) -> dict[str, WeightSource]:
+    """Rows of torch's packed projection as three."""
+    weights = {}
+    for index, part in enumerate(PARTS):
+        rows = (index * old.embed_dim, (index + 1) * old.embed_dim)
+        whole = WeightSource(f"{part}_weight")
+        weights[f"{part}.weight"] = WeightSource("in_proj_weight", rows) if old.in_proj_weight is not None else whole
+        if old.in_proj_bias is not None:
+            weights[f"{part}.bias"] = WeightSource("in_proj_bias", rows)
+    return weights
+
+
+def _take_in_projection(old: nn.MultiheadAttention, new: nn.Module) -> dict[str, WeightSource]:
+    """Parameters under the same names; a parametrization moves over whole."""
+    names = ["in_proj_weight", "in_proj_bias", *(f"{part}_weight" for part in PARTS)]
+    parametrized = parametrize.is_parametrized(old)
+    plain = [name for name in names if not (parametrized and parametrize.is_parametrized(old, name))]
+    if parametrized:
+        for name in names:
+            if name not in plain:
+                delattr(new, name)
+        new.parametrizations = old.parametrizations
+        parametrize._inject_new_class(new)
+        for name in names:
+            if name not in plain:
+                parametrize._inject_property(new, name)
+    return {name: WeightSource(name) for name in plain if getattr(old, name) is not None}
+
+
+@converts(nn.MultiheadAttention, to=VARIANT)
+def convert_to_variant(old: nn.MultiheadAttention, kernel: Kernel, request: Request) -> Conversion:
+    if not old._qkv_same_embed_dim or old.bias_k is not None or old.add_zero_attn or not old.batch_first:
+        raise SwapError("only batch-first self-attention without kdim, vdim, bias_kv and zero_attn has a variant")
+    new = MultiHeadAttention(
+        old.embed_dim,
+        old.num_heads,
+        bias=old.in_proj_bias is not None,
+        dropout=old.dropout,
+        kernel=kernel,
         device=old.in_proj_weight.device,
         dtype=old.in_proj_weight.dtype,
     )
-    weights = {}
-    for kind in ("weight", "bias") if has_bias else ("weight",):
-        for index, part in enumerate(("q_proj", "k_proj", "v_proj")):
-            weights[f"{part}.{kind}"] = WeightSource(f"in_proj_{kind}", (index * E, (index + 1) * E))
-        weights[f"out_proj.{kind}"] = WeightSource(f"out_proj.{kind}")
+    weights = split_sources(old)
+    weights |= {f"out_proj.{key}": WeightSource(f"out_proj.{key}") for key, _ in old.out_proj.named_parameters()}
     return Conversion(new, weights)
 
 
-@converts(nn.TransformerEncoderLayer)
-def convert_encoder_layer(old: nn.TransformerEncoderLayer, options: Mapping[str, Any]) -> Conversion:
-    attention = convert_child("self_attn", old.self_attn, convert_mha, options)
+@converts(nn.TransformerEncoderLayer, to=VARIANT)
+def convert_encoder_layer(old: nn.TransformerEncoderLayer, kernel: Kernel, request: Request) -> Conversion:
+    attention = convert_child("self_attn", old.self_attn, convert_to_variant, kernel, request)
     known = {torch.nn.functional.relu: "relu", torch.nn.functional.gelu: "gelu"}
     if old.activation not in known:
         raise SwapError(f"activation {old.activation}: only relu and gelu are known")

@@ -3,6 +3,9 @@
 The naive way decompresses the latent into per-head keys and values. The absorbed way moves the queries into latent
 space instead, where all heads share one key (the latent and the rotated k_pe) and one value (the latent): then
 MLA *is* multi-query attention over the latent cache, with D = r + R and D_v = r.
+
+With rope_head_dim = 0 and latent_norm = False nothing but two matrices stands between a token and its keys and values:
+that is what attention without positions becomes when its key and value projections are factored (swaps/conversions.py).
 """
 
 from typing import Any, Literal
@@ -34,6 +37,7 @@ class MultiHeadLatentAttention(nn.Module):
         v_head_dim: int,
         q_lora_rank: int | None = None,
         bias: bool = False,
+        latent_norm: bool = True,
         rope_theta: float = 10_000.0,
         norm_eps: float = 1e-6,
         dropout: float = 0.0,
@@ -46,16 +50,18 @@ class MultiHeadLatentAttention(nn.Module):
         if mode not in ("auto", "naive", "absorbed"):
             raise ValueError(f"mode = {mode!r}: must be auto, naive or absorbed")
         sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank}
-        sizes |= {"nope_head_dim": nope_head_dim, "rope_head_dim": rope_head_dim, "v_head_dim": v_head_dim}
+        sizes |= {"nope_head_dim": nope_head_dim, "v_head_dim": v_head_dim}
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise ValueError(f"{name} = {size}: must be at least 1")
+        if rope_head_dim < 0:
+            raise ValueError(f"rope_head_dim = {rope_head_dim}: must be at least 0 (no positions)")
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.nope_head_dim, self.rope_head_dim, self.v_head_dim = nope_head_dim, rope_head_dim, v_head_dim
         self.mode, self.dropout = mode, dropout
         self.kernel = find_kernel(kernel)
-        self.rope = Rope(rope_head_dim, rope_theta)
+        self.rope = Rope(rope_head_dim, rope_theta) if rope_head_dim else None
         self.scale = (nope_head_dim + rope_head_dim) ** -0.5
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         options = {"bias": bias, **place}
@@ -67,7 +73,7 @@ class MultiHeadLatentAttention(nn.Module):
             self.q_a_norm = nn.RMSNorm(q_lora_rank, eps=norm_eps, **place)
             self.q_b_proj = nn.Linear(q_lora_rank, query_dim, **options)
         self.kv_a_proj = nn.Linear(embed_dim, kv_lora_rank + rope_head_dim, **options)
-        self.kv_a_norm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **place)
+        self.kv_a_norm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **place) if latent_norm else nn.Identity()
         self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (nope_head_dim + v_head_dim), **options)
         self.out_proj = nn.Linear(num_heads * v_head_dim, embed_dim, **options)
 
@@ -114,13 +120,16 @@ class MultiHeadLatentAttention(nn.Module):
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, L, N + R)
         q_nope, q_pe = q.split((self.nope_head_dim, self.rope_head_dim), dim=-1)
-        return q_nope, self.rope(q_pe, start)
+        return q_nope, self._rotate(q_pe, start)
 
     def _latents(self, x: Tensor, start: int) -> Tensor:
         """What a token leaves in the cache: its normed latent and its rotated k_pe, shared by all heads."""
         latent, k_pe = self.kv_a_proj(x).split((self.kv_lora_rank, self.rope_head_dim), dim=-1)
-        k_pe = self.rope(k_pe.unsqueeze(1), start)  # (B, 1, L, R)
+        k_pe = self._rotate(k_pe.unsqueeze(1), start)  # (B, 1, L, R)
         return torch.cat((self.kv_a_norm(latent).unsqueeze(1), k_pe), dim=-1)  # (B, 1, L, r + R)
+
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
+        return x if self.rope is None else self.rope(x, start)
 
     def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Latents (B, 1, S, r + R) -> keys (B, H, S, N + R) and values (B, H, S, V)."""

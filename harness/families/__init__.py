@@ -1,0 +1,1 @@
+"""Real models whose attention can be swapped: one small file per family."""

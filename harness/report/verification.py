@@ -1,0 +1,166 @@
+"""What `harness verify` shows: a line for each step, a table of all families, and both as Markdown."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.environment import Environment
+from harness.report import markdown
+from harness.report.format import ABSENT, count, first_line, is_absent, plain, ratio, small
+from harness.report.story import Column
+from harness.report.terminal import fits, table_of
+
+if TYPE_CHECKING:  # these know torch
+    from harness.verify.result import Step, Verification
+
+# For each status of a step: its mark, the same for a terminal that has only ASCII, and its colour.
+MARKS = {
+    "passed": ("✓", "ok", "green"),
+    "failed": ("✗", "XX", "bold red"),
+    "none": ("-", "-", "dim"),
+    "not run": ("-", "-", "dim"),
+}
+LEGEND = (
+    "layer/N, end/N: the worst error at a swapped layer and at the model's end, over the noise floor N; ok up to 2.",
+    "generate: tokens equal one by one, or the error of the denoised latents over N.",
+)
+
+
+def print_name(name: str, console: Console) -> None:
+    console.print(Text(plain(name), "bold"), highlight=False, soft_wrap=True)
+
+
+def print_step(step: "Step", console: Console) -> None:
+    mark, ascii_mark, style = MARKS[step.status]
+    line = Table.grid(padding=(0, 1))
+    line.add_column(width=3, justify="right")
+    line.add_column(width=8)
+    line.add_column(overflow="fold")
+    shown = mark if (console.encoding or "").lower().startswith("utf") else ascii_mark
+    line.add_row(Text(shown, style), Text(step.name), Text(_message(step)))
+    console.print(line)
+
+
+def print_layers(found: "Verification", console: Console) -> None:
+    """Every tensor that was judged, in order of execution."""
+    if found.layers.empty:
+        return
+    rows = found.layers.to_dict("records")
+    console.print(
+        table_of(
+            [
+                Column("batch", [plain(row["batch"]) for row in rows], left=True),
+                Column("tensor", [_tensor(row) for row in rows], left=True),
+                Column("status", [plain(row["status"]) for row in rows], left=True),
+                Column("error/N", [ratio(row["err_ratio"]) for row in rows]),
+                Column("max error", [small(row["max_abs_err"]) for row in rows]),
+                Column("budget", [small(row["err_budget"]) for row in rows]),
+            ]
+        )
+    )
+
+
+def print_verdict(found: Sequence["Verification"], console: Console, *, folder: Path) -> None:
+    """The table where there are several, the verdict, and what is in the run's folder."""
+    console.print()
+    if len(found) > 1:
+        columns = _columns(found)
+        table = table_of(columns)
+        if not fits(table, console):  # the classes stand above, and in verify.md
+            table = table_of([column for column in columns if column.title != "attention"])
+        console.print(table)
+        console.print()
+        for line in LEGEND:
+            console.print(Text(line, "dim"), highlight=False)
+        console.print()
+    style = "bold green" if all(each.passed for each in found) else "bold red"
+    console.print(Text.assemble((_headline(found), style), "  ", _counts(found)), highlight=False)
+    for each in found:
+        if failure := _failure(each):
+            console.print(Text(f"  {plain(each.family)}: {failure}"), highlight=False, soft_wrap=True)
+    console.print(Text(f"{folder}/  verify.md verify.csv layers.csv"), highlight=False, soft_wrap=True)
+
+
+def verification_markdown(found: Sequence["Verification"], environment: Environment) -> str:
+    columns = _columns(found)
+    rows = zip(*([markdown.text(cell) for cell in column.cells] for column in columns), strict=True)
+    lefts = [column.left for column in columns]
+    parts = [
+        f"# verify: {_headline(found)}",
+        f"**{_counts(found)}**",
+        markdown.table_of([column.title for column in columns], rows, lefts),
+        "<br>".join(LEGEND),
+    ]
+    for each in found:
+        about = " · ".join(filter(None, (each.title, each.library, f"kernel {each.kernel}")))
+        steps = [
+            (
+                MARKS[step.status][0],
+                step.name,
+                markdown.text(first_line(step.message, limit=600)),
+                f"{step.seconds:.2f}",
+            )
+            for step in each.steps
+        ]
+        titles = ("", "step", "found", "s")
+        table = markdown.table_of(titles, steps, [True, True, True, False])
+        parts += [f"## {markdown.text(each.family)}", markdown.text(about), table]
+    parts += ["## Environment", markdown.environment_table(environment)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _headline(found: Sequence["Verification"]) -> str:
+    verdicts = {each.verdict for each in found}
+    return "NOT EQUAL" if "not equal" in verdicts else "NOT VERIFIED" if "error" in verdicts else "EQUAL"
+
+
+def _counts(found: Sequence["Verification"]) -> str:
+    seconds = sum(each.seconds for each in found)
+    if len(found) == 1:
+        return f"{plain(found[0].family)}, kernel {plain(found[0].kernel)}, {seconds:.1f} s"
+    equal = sum(each.passed for each in found)
+    return f"{equal} of {len(found)} equal, kernel {plain(found[0].kernel)}, {seconds:.1f} s"
+
+
+def _failure(found: "Verification") -> str | None:
+    step = found.failure
+    return None if step is None else f"{step.name}: {_message(step)}"
+
+
+def _message(step: "Step") -> str:
+    message = first_line(step.message, limit=600)
+    return f"not run: {message}" if step.status == "not run" else message
+
+
+def _tensor(row: Any) -> str:
+    return f"{plain(row['tensor'])}, fast path on" if row["kind"] == "fast path" else plain(row["tensor"])
+
+
+def _columns(found: Sequence["Verification"]) -> list[Column]:
+    frame = pd.DataFrame([each.row() for each in found])
+    rows: list[Any] = frame.to_dict("records")
+    return [
+        Column("family", [plain(row["family"]) for row in rows], left=True),
+        Column("attention", [plain(row["attention_class"]) or ABSENT for row in rows], left=True),
+        Column("layers", [count(row["layers"]) for row in rows]),
+        Column("h/kv/d", ["/".join(count(row[name]) for name in ("heads", "kv_heads", "head_dim")) for row in rows]),
+        Column("swapped", [f"{count(row['swapped'])}/{count(row['attentions'])}" for row in rows]),
+        Column("layer/N", [ratio(row["worst_layer_err_ratio"]) for row in rows]),
+        Column("end/N", [ratio(row["end_err_ratio"]) for row in rows]),
+        Column("generate", [_generated(row) for row in rows]),
+        Column("s", [f"{row['seconds']:.1f}" for row in rows]),
+        Column("verdict", [row["verdict"] for row in rows], left=True),
+    ]
+
+
+def _generated(row: Any) -> str:
+    if row["generate"] in ("none", "not run"):
+        return ABSENT
+    if not is_absent(row["generated_err_ratio"]):
+        return f"{ratio(row['generated_err_ratio'])} N"
+    return "tokens =" if row["generate"] == "passed" else "tokens differ"

@@ -1,0 +1,98 @@
+"""nn.MultiheadAttention's border: what it refuses, and its masks (True = blocked) as ours (True = attends)."""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def check_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, heads: int
+) -> bool:
+    """Whether the inputs are batched; raises where torch does, with the same exception types."""
+    n = query.dim()
+    if n not in (2, 3):
+        raise AssertionError(f"query has {n} dimensions: must have 3 (batched) or 2 (unbatched)")
+    if key.dim() != n or value.dim() != n:
+        raise AssertionError(f"query has {n} dimensions, key {key.dim()} and value {value.dim()}: must be the same")
+    if key_padding_mask is not None and key_padding_mask.dim() != n - 1:
+        raise AssertionError(f"key_padding_mask has {key_padding_mask.dim()} dimensions: must have {n - 1} here")
+    if attn_mask is not None and attn_mask.dim() not in (2, 3):
+        raise AssertionError(f"attn_mask has {attn_mask.dim()} dimensions: must have 2 or 3")
+    if attn_mask is not None and n == 2 and attn_mask.dim() == 3:
+        expected = (heads, query.shape[0], key.shape[0])
+        if attn_mask.shape != expected:
+            raise AssertionError(f"attn_mask {tuple(attn_mask.shape)}: must be {expected} for unbatched input")
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise AssertionError(f"{name} {mask.dtype}: must be bool or floating")
+    return n == 3
+
+
+def check_sizes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    *,
+    embed_dim: int,
+    heads: int,
+    packs: bool,
+) -> None:
+    """Of batch-first inputs, as torch: (B, L, E), (B, S, kdim), (B, S, vdim)."""
+    (B, L, E), S = query.shape, key.shape[1]
+    if embed_dim != E:
+        raise AssertionError(f"query has {E} channels: must be embed_dim = {embed_dim}")
+    if packs and key.shape != value.shape:
+        raise AssertionError(f"key {tuple(key.shape)} and value {tuple(value.shape)}: must have one shape")
+    if key.shape[:2] != value.shape[:2]:
+        found = f"key {tuple(key.shape[:2])} and value {tuple(value.shape[:2])}"
+        raise AssertionError(f"{found}: must agree in batch and length")
+    if key.shape[0] != B:
+        raise RuntimeError(f"query has batch {B}, key {key.shape[0]}: must be the same")
+    if attn_mask is not None:
+        expected = (L, S) if attn_mask.ndim == 2 else (B * heads, L, S)
+        if attn_mask.shape != expected:
+            raise RuntimeError(f"attn_mask {tuple(attn_mask.shape)}: must be {expected}")
+    if key_padding_mask is not None and key_padding_mask.shape != (B, S):
+        raise AssertionError(f"key_padding_mask {tuple(key_padding_mask.shape)}: must be {(B, S)}")
+
+
+def merge_masks(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, *, heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Both as one mask in our convention, broadcastable to (B, H, L, S)."""
+    parts: list[Tensor] = []
+    if attn_mask is not None:
+        parts.append(attn_mask.unflatten(0, (-1, heads)) if attn_mask.ndim == 3 else attn_mask[None, None])
+    if key_padding_mask is not None:
+        parts.append(key_padding_mask[:, None, None, :])  # (B, 1, 1, S)
+    if not parts:
+        return None
+    if len({part.dtype for part in parts}) > 1:
+        text = "key_padding_mask and attn_mask of different types: torch deprecates it; use the same type for both"
+        warnings.warn(text, stacklevel=3)
+    if all(part.dtype == torch.bool for part in parts):
+        allowed = [~part for part in parts]
+        return allowed[0] if len(parts) == 1 else allowed[0] & allowed[1]
+    # A bool mask beside a float one becomes -inf where it blocks.
+    added = [part if part.is_floating_point() else _as_bias(part, dtype) for part in parts]
+    return added[0] if len(parts) == 1 else added[0] + added[1]
+
+
+def see_more_keys(mask: Tensor | None, extra: int) -> Tensor | None:
+    """The mask for keys of which the last `extra` are visible to all."""
+    if mask is None or extra == 0:
+        return mask
+    return F.pad(mask, (0, extra), value=True if mask.dtype == torch.bool else 0.0)
+
+
+def dead_rows(mask: Tensor) -> Tensor:
+    """(..., L, 1): queries that may attend nothing."""
+    return ~(mask if mask.dtype == torch.bool else mask != float("-inf")).any(-1, keepdim=True)
+
+
+def _as_bias(blocked: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(blocked, dtype=dtype).masked_fill(blocked, float("-inf"))

@@ -1,0 +1,60 @@
+"""What each swapped layer put out during a forward pass, in order of execution."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a forward pass a tensor was seen."""
+
+    layer: str  # full name of the module; "" is the model itself
+    call: int = 0  # a module may run several times in one pass
+    part: int = 0  # joint attention gives a tensor per stream
+
+    def __str__(self) -> str:
+        part = f"[{self.part}]" if self.part else ""
+        call = f" (call {self.call + 1})" if self.call else ""
+        return f"{self.layer or 'the model'}{part}{call}"
+
+
+@contextmanager
+def captured(model: nn.Module, layers: Iterable[str]) -> Iterator[dict[Place, Tensor]]:
+    seen: dict[Place, Tensor] = {}
+    calls: dict[str, int] = {}
+
+    def hook_of(layer: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            call = calls[layer] = calls.get(layer, -1) + 1
+            for part, tensor in enumerate(_streams(output)):
+                # A clone: what follows may add the residual in place.
+                seen[Place(layer, call, part)] = tensor.detach().clone()
+
+        return hook
+
+    handles = [model.get_submodule(layer).register_forward_hook(hook_of(layer)) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _streams(output: Any) -> list[Tensor]:
+    """The first tensor, and others like it but for their length; not attention weights, which are optional."""
+    values = [output]
+    if isinstance(output, tuple | list):
+        values = list(output)
+    elif isinstance(output, Mapping):
+        values = list(output.values())
+    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return [t for t in tensors if _outline(t) == _outline(tensors[0])]
+
+
+def _outline(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions, batch and width."""
+    return (tensor.ndim, *tensor.shape[:1], *tensor.shape[-1:])

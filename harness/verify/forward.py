@@ -1,0 +1,154 @@
+"""Step 4: is the swapped model's output the same at its end, and at every swapped layer on the way?"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.compare import one_thread
+from harness.equivalence import OK_FACTOR, TensorVerdict, judge
+from harness.families.family import Batch, Family
+from harness.report.format import plural, ratio
+from harness.swaps import SwapReport
+from harness.verify.capture import Place, captured
+from harness.verify.draws import Batches, comparing, draw_all, each
+from harness.verify.result import END, Kind
+
+Outputs = dict[Place, Tensor]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One tensor of one batch, judged."""
+
+    batch: str
+    kind: Kind
+    layer: str
+    verdict: TensorVerdict
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict.status == "ok"
+
+
+@dataclass(frozen=True)
+class Forward:
+    judged: tuple[Judged, ...]  # batch by batch, in order of execution
+    batches: int
+    problem: str | None
+
+    @property
+    def summary(self) -> str:
+        layer = self._worst("layer")
+        where = f"{layer.verdict.tensor}, {layer.batch}"
+        end = ratio(self._worst("end", "fast path").verdict.err_ratio)
+        batches = plural(self.batches, "batch", "batches")
+        return f"{batches}: worst layer {ratio(layer.verdict.err_ratio)} N ({where}), end {end} N"
+
+    def _worst(self, *kinds: Kind) -> Judged:
+        return max((row for row in self.judged if row.kind in kinds), key=lambda row: row.verdict.rank)
+
+
+def compare_forward(reference: nn.Module, swapped: nn.Module, report: SwapReport, family: Family, seed: int) -> Forward:
+    batches = family.batches(reference, torch.Generator().manual_seed(seed))
+    if not batches:
+        raise ValueError(f"{family.name} gives no batch: there is nothing to compare")
+    layers = [row.name for row in report.swapped]
+
+    def run(model: nn.Module, given: Batches) -> dict[str, Outputs]:
+        return {name: _outputs(model, batch, layers, family, seed) for name, batch in given.items()}
+
+    references, goldens = draw_all(reference, batches, run, seed=seed)
+    judged: list[Judged] = []
+    bypassed: list[str] = []
+
+    def watch(name: str, before: dict[str, int]) -> None:
+        ran = {place.layer for place in references[0][name]}
+        bypassed.extend(row.name for row in report.swapped if row.name in ran and row.calls == before[row.name])
+
+    for name, batch in each(batches, Tensor.clone).items():
+        before = calls_of(report)
+        candidate = _outputs(swapped, batch, layers, family, seed)
+        watch(name, before)
+        r, g = [draw[name] for draw in references], [draw[name] for draw in goldens]
+        with one_thread():
+            judged += _judge_batch(name, batch, candidate, r, g)
+    idle = [layer for layer in layers if layer not in bypassed and layer in report.uncalled]
+    first, batch = next(iter(each(batches, Tensor.clone).items()))
+    before = calls_of(report)
+    with comparing(seed, fast_path=True):  # as users run it
+        plain = family.output(batch.through(swapped))
+    watch(first, before)
+    end = [draw[first][Place(END)] for draw in references], [draw[first][Place(END)] for draw in goldens]
+    verdict = judge(END, plain, *end, regime=first, may_differ=_left_open(batch, end[0][0]))
+    judged.append(Judged(first, "fast path", END, verdict))
+    return Forward(tuple(judged), len(batches), _problem(judged, bypassed, idle))
+
+
+def calls_of(report: SwapReport) -> dict[str, int]:
+    return {row.name: row.calls for row in report.swapped}
+
+
+def _outputs(model: nn.Module, batch: Batch, layers: Sequence[str], family: Family, seed: int) -> Outputs:
+    with comparing(seed), captured(model, layers) as seen:
+        end = family.output(batch.through(model))
+    if not isinstance(end, Tensor) or not end.is_floating_point():
+        kind = end.dtype if isinstance(end, Tensor) else type(end).__name__
+        raise TypeError(f"the output of {type(model).__name__} is {kind}: it must be a floating-point tensor")
+    return seen | {Place(END): end}
+
+
+def _judge_batch(
+    name: str, batch: Batch, candidate: Outputs, references: list[Outputs], goldens: list[Outputs]
+) -> Iterator[Judged]:
+    for place, reference in references[0].items():
+        kind: Kind = "end" if place.layer == END else "layer"
+        if place not in candidate:
+            verdict = TensorVerdict(str(place), name, "mismatch", "did not run in the swapped model")
+        elif any(place not in draw for draw in (*references, *goldens)):
+            raise ArithmeticError(f"{place} does not run in every draw: a rounding error decides what the model runs")
+        elif goldens[0][place].dtype != torch.float64:
+            raise ArithmeticError(f"{place} is {goldens[0][place].dtype} in a float64 copy of the model: no golden")
+        else:
+            r, g = [draw[place] for draw in references], [draw[place] for draw in goldens]
+            verdict = judge(str(place), candidate[place], r, g, regime=name, may_differ=_left_open(batch, reference))
+        yield Judged(name, kind, place.layer, verdict)
+    for place in (place for place in candidate if place not in references[0]):
+        verdict = TensorVerdict(str(place), name, "mismatch", "did not run in the original model")
+        yield Judged(name, "layer", place.layer, verdict)
+
+
+def _left_open(batch: Batch, tensor: Tensor) -> Tensor | None:
+    """Rows at padding: what attention gives a query that is none is nobody's business."""
+    real = batch.real
+    if real is None or tensor.shape[: real.ndim] != real.shape:
+        return None
+    return (~real).view(*real.shape, *[1] * (tensor.ndim - real.ndim)).expand(tensor.shape)
+
+
+def _problem(judged: Sequence[Judged], bypassed: Sequence[str], idle: Sequence[str]) -> str | None:
+    if bypassed:
+        return f"bypassed: the model ran without the swapped {_listed(bypassed)}"
+    if idle:
+        return f"no batch runs {_listed(idle)}: nothing is known of it"
+    first = next((row for row in judged if not row.ok), None)
+    if first is None:
+        return None
+    if first.kind == "fast path":
+        return f"{describe(first.verdict)} in plain eval and no_grad, with torch's fast path on ({first.batch} batch)"
+    if first.kind == "end":
+        return f"the model's end departs, though no swapped layer does: {describe(first.verdict)} ({first.batch} batch)"
+    return f"{first.verdict.tensor} departs first: {describe(first.verdict)} ({first.batch} batch)"
+
+
+def describe(verdict: TensorVerdict) -> str:
+    """The error alone where it tells enough."""
+    if verdict.err_ratio is not None and verdict.err_ratio > OK_FACTOR:
+        return f"error {ratio(verdict.err_ratio)} N"
+    return verdict.reason
+
+
+def _listed(layers: Sequence[str]) -> str:
+    names = [layer or "the model" for layer in dict.fromkeys(layers)]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,84 @@
+"""Step 5: does the swapped model generate the same tokens, or denoise to the same latents?"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.equivalence import judge
+from harness.families.family import Family
+from harness.report.format import ratio, small
+from harness.swaps import SwapReport
+from harness.verify.draws import Batches, comparing, draw_all
+from harness.verify.forward import Judged, calls_of, describe
+from harness.verify.result import LATENTS
+
+Generate = Callable[[nn.Module, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class Generation:
+    message: str
+    passed: bool
+    judged: tuple[Judged, ...] = ()  # of latents
+
+
+def compare_generation(
+    reference: nn.Module, swapped: nn.Module, report: SwapReport, family: Family, generate: Generate, seed: int
+) -> Generation:
+    def run(model: nn.Module, batches: Batches) -> Tensor:
+        with comparing(seed):
+            return generate(model, torch.Generator().manual_seed(seed))
+
+    before = calls_of(report)
+    found = run(swapped, {})
+    idle = [row.name or "the model" for row in report.swapped if row.calls == before[row.name]]
+    if idle:
+        return Generation(f"bypassed: generation ran without the swapped {', '.join(idle)}", passed=False)
+    if not found.is_floating_point():
+        with _steps(reference, family) as steps:
+            return _compare_tokens(found, run(reference, {}), steps)
+    references, goldens = draw_all(reference, {}, run, seed=seed)
+    verdict = judge(LATENTS, found, references, goldens, regime="generated")
+    judged = (Judged("generated", "generated", LATENTS, verdict),)
+    shape = " x ".join(map(str, found.shape))
+    if verdict.status == "ok":
+        assert verdict.err_ratio is not None
+        return Generation(f"latents {shape} equal: error {ratio(verdict.err_ratio)} N", True, judged)
+    return Generation(f"latents {shape} depart: {describe(verdict)}", False, judged)
+
+
+def _compare_tokens(found: Tensor, wanted: Tensor, logits: list[Tensor]) -> Generation:
+    if found.shape != wanted.shape:
+        return Generation(f"tokens {tuple(found.shape)} instead of {tuple(wanted.shape)}", passed=False)
+    differing = (found != wanted).nonzero()
+    new = min(len(logits), wanted.shape[-1])
+    if len(differing) == 0:
+        return Generation(f"{wanted.shape[0]} x {new} tokens equal", passed=True)
+    # The earliest step of any sequence: all that follows it is a consequence.
+    sequence, position = min(differing.tolist(), key=lambda at: at[1])
+    theirs, ours = int(wanted[sequence, position]), int(found[sequence, position])
+    step = position - (wanted.shape[-1] - new)
+    gap = ""
+    if 0 <= step < len(logits):
+        row = logits[step][sequence]
+        gap = f"; the original's logits are {small(float(row[theirs] - row[ours]))} apart"
+    return Generation(f"sequence {sequence}, step {step}: token {ours} instead of {theirs}{gap}", passed=False)
+
+
+@contextmanager
+def _steps(model: nn.Module, family: Family) -> Iterator[list[Tensor]]:
+    """The logits of each pass of a model that generates, of the last position alone."""
+    logits: list[Tensor] = []
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        logits.append(family.output(output)[:, -1].detach().clone())
+
+    handle = model.register_forward_hook(hook)
+    try:
+        yield logits
+    finally:
+        handle.remove()

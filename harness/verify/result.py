@@ -1,0 +1,96 @@
+"""What a verification found: five steps, and one row for every layer and batch that was judged."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from harness.families.family import Structure
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+STEPS = ("load", "inspect", "swap", "forward", "generate")
+Status = Literal["passed", "failed", "none", "not run"]  # none: there is no such step for this model
+
+END = "(end)"  # the model's own output, after the last layer
+LATENTS = "(generated)"  # what a diffusion model's denoising gave
+Kind = Literal["layer", "end", "fast path", "generated"]  # fast path: the end again, as users run the model
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    status: Status
+    message: str  # one line: what was found, or what is wrong
+    seconds: float = 0.0
+    raised: bool = False  # it could not be carried out, which says nothing about being equal
+
+
+@dataclass(frozen=True)
+class Verification:
+    """`layers` has a row per batch and layer in order of execution, and one for the model's end."""
+
+    family: str
+    title: str
+    library: str  # with its version
+    kernel: str
+    steps: tuple[Step, ...]
+    layers: "DataFrame" = field(repr=False, compare=False)
+    structure: Structure | None = None  # None here and below: the step that tells it was not reached
+    parameters: int | None = None
+    swapped: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(step.status in ("passed", "none") for step in self.steps)
+
+    @property
+    def failure(self) -> Step | None:
+        """The first step that failed."""
+        return next((step for step in self.steps if step.status == "failed"), None)
+
+    @property
+    def verdict(self) -> str:
+        if self.passed:
+            return "equal"
+        return "error" if all(step.raised for step in self.steps if step.status == "failed") else "not equal"
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+    def step(self, name: str) -> Step:
+        return next(step for step in self.steps if step.name == name)
+
+    def worst(self, *kinds: Kind) -> dict[str, Any]:
+        """The row with the largest error over its noise floor N among rows of these kinds; {} if none has one."""
+        judged = self.layers[self.layers["kind"].isin(kinds) & self.layers["err_ratio"].notna()]
+        rows: list[Any] = judged.to_dict("records")
+        return max(rows, key=lambda row: row["err_ratio"], default={})
+
+    def row(self) -> dict[str, Any]:
+        """This verification as a row of the table of all; None where a step was not reached."""
+        layer, structure, failure = self.worst("layer"), self.structure, self.failure
+        return {
+            "family": self.family,
+            "title": self.title,
+            "library": self.library,
+            "kernel": self.kernel,
+            "parameters": self.parameters,
+            "attention_class": structure and structure.attention_class,
+            "layers": structure and structure.layers,
+            "attentions": structure and structure.attentions,
+            "heads": structure and structure.heads,
+            "kv_heads": structure and structure.kv_heads,
+            "head_dim": structure and structure.head_dim,
+            "swapped": self.swapped,
+            "worst_layer": layer.get("layer"),
+            "worst_layer_batch": layer.get("batch"),
+            "worst_layer_err_ratio": layer.get("err_ratio"),
+            "end_err_ratio": self.worst("end", "fast path").get("err_ratio"),
+            "generated_err_ratio": self.worst("generated").get("err_ratio"),
+            **{step.name: step.status for step in self.steps},
+            "seconds": self.seconds,
+            "verdict": self.verdict,
+            "message": f"{failure.name}: {failure.message}" if failure else None,
+            "generated": self.step("generate").message,
+        }

@@ -1,0 +1,250 @@
+"""`harness.verify`: load, inspect, swap, forward, generate, each with what it found."""
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from harness.build import ContractBroken, WatchedKernel
+from harness.errors import BadInput
+from harness.families.family import Family, Structure, find_family
+from harness.kernels.call import Kernel, Unsupported
+from harness.kernels.front import AnyKernel, find_kernel
+from harness.kernels.names import is_plugin
+from harness.report.format import count, plural
+from harness.state import preserved
+from harness.swaps import SwapReport, swap
+from harness.verify.draws import dtype_of
+from harness.verify.forward import Judged, compare_forward
+from harness.verify.generation import compare_generation
+from harness.verify.result import STEPS, Status, Step, Verification
+from harness.verify.swapping import describe_swap, parameters_of, problem_of_swap
+from harness.verify.user_model import family_of_model, model_and_inputs, user_function
+
+log = logging.getLogger(__name__)
+
+LAYER_COLUMNS = ("batch", "kind", "layer", "tensor", "status", "reason", "max_abs_err", "mean_abs_err", "max_rel_err",
+                 "max_ulp_err", "ref_max_abs_err", "err_budget", "err_ratio", "block_ratio", "mean_ratio")  # fmt: skip
+Load = Callable[[], tuple[nn.Module, Family]]
+
+
+def verify(
+    target: str | Family | nn.Module,
+    *,
+    kernel: AnyKernel = "eager",
+    config: Mapping[str, Any] | None = None,
+    path: str | Path | None = None,
+    inputs: Any = None,
+    seed: int = 0,
+    on_step: Callable[[Step], None] | None = None,
+    tamper: Callable[[nn.Module], None] | None = None,
+) -> Verification:
+    """Swap the attention of a real model and prove that the model is still the same.
+
+    target   a family ("llama"), a function that builds your own model ("file.py:function" or "package.module:function",
+             giving a module or a pair of module and inputs), or a module
+    kernel   a kernel's name, "file.py:function", or any callable with SDPA's signature
+    config   overrides of the family's tiny config
+    path     a local checkpoint folder of that family, instead of the tiny random model
+    inputs   of a module: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a Batch
+    on_step  is told of each step as it ends
+    tamper   changes the swapped model after the swap: to see that what follows can fail
+
+    What is wrong with the arguments raises BadInput; what is wrong with the model is a failed step.
+    """
+    found = find_kernel(kernel)
+    name, load = _subject(target, config or {}, None if path is None else Path(path), inputs)
+    with preserved():
+        return _Run(name, found, seed, on_step, tamper).through(load)
+
+
+def _subject(
+    target: str | Family | nn.Module, config: Mapping[str, Any], path: Path | None, inputs: Any
+) -> tuple[str, Load]:
+    """What is verified, and how it is loaded."""
+    if isinstance(target, Family) or (isinstance(target, str) and not is_plugin(target)):
+        wanted = target
+        name = wanted if isinstance(wanted, str) else wanted.name
+        if inputs is not None:
+            raise BadInput(f"inputs: {name} makes its own")
+        if path is not None and config:
+            raise BadInput(f"config ({', '.join(config)}) and path ({path}): a checkpoint has its own config")
+
+        def load() -> tuple[nn.Module, Family]:
+            family = find_family(wanted) if isinstance(wanted, str) else wanted
+            return family.build(config) if path is None else family.load(path), family
+
+        return name, load
+    if config or path is not None:
+        raise BadInput(f"{'config' if config else 'path'}: only a family has one; your own model is built by your code")
+    if isinstance(target, nn.Module):
+        module = target
+        name = type(module).__name__
+        return name, lambda: (module, family_of_model(name, module, inputs))
+    if inputs is not None:
+        raise BadInput(f"inputs: {target} must give them itself, as a pair of model and inputs")
+    spec, function = target, user_function(target)
+
+    def build() -> tuple[nn.Module, Family]:
+        model, given = model_and_inputs(spec, function())
+        return model, family_of_model(spec, model, given)
+
+    return spec, build
+
+
+class _Stopped(Exception):
+    """A step raised: those after it have nothing to work on."""
+
+
+class _Run:
+    """One verification under way."""
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Kernel,
+        seed: int,
+        on_step: Callable[[Step], None] | None,
+        tamper: Callable[[nn.Module], None] | None,
+    ) -> None:
+        self.name, self.kernel, self.seed, self.on_step, self.tamper = name, kernel, seed, on_step, tamper
+        self.family: Family | None = None
+        self.structure: Structure | None = None
+        self.parameters: int | None = None
+        self.swapped: int | None = None
+        self.steps: list[Step] = []
+        self.judged: list[Judged] = []
+
+    def through(self, load: Load) -> Verification:
+        try:
+            model = self._load(load)
+            self._inspect(model)
+            swapped, report = self._swap(model)
+            if self.tamper is not None:
+                self.tamper(swapped)
+            self._forward(model, swapped, report)
+            self._generate(model, swapped, report)
+        except _Stopped:
+            failed = self.steps[-1].name
+            for name in STEPS[len(self.steps) :]:
+                self._end(Step(name, "not run", f"{failed} failed"))
+        return Verification(
+            family=self.name,
+            title=self.family.title if self.family else "",
+            library=_with_version(self.family.library) if self.family else "",
+            kernel=self.kernel.name,
+            steps=tuple(self.steps),
+            layers=_table(self.name, self.judged),
+            structure=self.structure,
+            parameters=self.parameters,
+            swapped=self.swapped,
+        )
+
+    def _load(self, load: Load) -> nn.Module:
+        with self._step("load") as end:
+            torch.manual_seed(self.seed)
+            started = time.perf_counter()
+            model, self.family = load()
+            model.eval()  # dropout would differ from itself
+            self.parameters = parameters_of(model)
+            seconds = time.perf_counter() - started
+            dtype = str(dtype_of(model)).removeprefix("torch.")
+            end("passed", f"{type(model).__name__}, {count(self.parameters)} parameters, {dtype}, {seconds:.1f} s")
+        return model
+
+    def _inspect(self, model: nn.Module) -> None:
+        assert self.family is not None
+        with self._step("inspect") as end:
+            found = self.structure = self.family.inspect(model)
+            heads = f"{count(found.heads)} heads, {count(found.kv_heads)} kv heads, head dim {count(found.head_dim)}"
+            layers = plural(found.layers, "layer", "layers")
+            attentions = f", {found.attentions} attentions" if found.attentions != found.layers else ""
+            end("passed", f"{layers}{attentions} of {found.attention_class}: {heads}")
+
+    def _swap(self, model: nn.Module) -> tuple[nn.Module, SwapReport]:
+        assert self.family is not None and self.structure is not None
+        with self._step("swap") as end:
+            watched = WatchedKernel(self.kernel).as_kernel()  # a kernel that writes into its inputs is told of by name
+            swapped, report = swap(model, kernel=watched, **self.family.swap_options)
+            self.swapped = len(report.swapped)
+            problem = problem_of_swap(model, swapped, report, self.structure.attentions)
+            end("failed" if problem else "passed", problem or describe_swap(report, parameters_of(swapped)))
+        return swapped, report
+
+    def _forward(self, model: nn.Module, swapped: nn.Module, report: SwapReport) -> None:
+        assert self.family is not None
+        with self._step("forward") as end:
+            found = compare_forward(model, swapped, report, self.family, self.seed)
+            self.judged += found.judged
+            end("failed" if found.problem else "passed", found.problem or found.summary)
+
+    def _generate(self, model: nn.Module, swapped: nn.Module, report: SwapReport) -> None:
+        assert self.family is not None
+        with self._step("generate") as end:
+            generate = self.family.generate
+            if generate is None:
+                end("none", f"{self.family.name} does not generate")
+                return
+            found = compare_generation(model, swapped, report, self.family, generate, self.seed)
+            self.judged += found.judged
+            end("passed" if found.passed else "failed", found.message)
+
+    @contextmanager
+    def _step(self, name: str) -> Iterator[Callable[[Status, str], None]]:
+        started = time.perf_counter()
+
+        def end(status: Status, message: str) -> None:
+            self._end(Step(name, status, message, time.perf_counter() - started))
+
+        try:
+            yield end
+        except Exception as error:
+            if name == "load" and isinstance(error, BadInput):
+                raise  # a config or a checkpoint that is wrong: nothing was verified
+            log.debug("%s: %s raised", self.name, name, exc_info=True)
+            self._end(Step(name, "failed", describe_error(error), time.perf_counter() - started, raised=True))
+            raise _Stopped from error
+
+    def _end(self, step: Step) -> None:
+        self.steps.append(step)
+        if self.on_step is not None:
+            self.on_step(step)
+
+
+def not_loaded(name: str, kernel: Kernel, error: BadInput) -> Verification:
+    """A family that could not even be built, as a row among others."""
+    rest = (Step(step, "not run", "load failed") for step in STEPS[1:])
+    steps = (Step("load", "failed", str(error), raised=True), *rest)
+    return Verification(name, "", "", kernel.name, steps, _table(name, []))
+
+
+def describe_error(error: Exception) -> str:
+    """The message; where it is not one of ours, with the line that raised: it may be the user's."""
+    if isinstance(error, BadInput | Unsupported | ContractBroken):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    first_line = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first_line} ({last.filename}:{last.lineno})"
+
+
+def _with_version(library: str) -> str:
+    return f"{library} {metadata.version(library)}"
+
+
+def _table(family: str, judged: list[Judged]) -> pd.DataFrame:
+    rows = [
+        asdict(row.verdict) | {"batch": row.batch, "kind": row.kind, "layer": row.layer or "the model"}
+        for row in judged
+    ]
+    frame = pd.DataFrame(rows, columns=list(LAYER_COLUMNS))
+    frame.insert(0, "family", family)
+    return frame
