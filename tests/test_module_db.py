@@ -31,6 +31,7 @@ CLASSES = {False: EagerMultiheadAttention, True: EagerMultiheadAttentionWithInPr
 
 
 def inputs_of(info: ModuleInfo, training: bool, dtype: torch.dtype) -> list[ModuleInput]:
+    torch.manual_seed(0)  # torch draws its samples from the global generator
     found = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=training)
     return [each for each in found if each.forward_input is not None]
 
@@ -89,7 +90,9 @@ def test_float32_passes_the_acceptance_rule_with_gradients(info: ModuleInfo) -> 
         inputs = {key: value for key, value in inputs.items() if value is not None}
         for new, _ in swapped_versions(model):
             found = harness.check(new, model, inputs, gradients=True)
-            # 6 numbers of a tiny tensor scatter: one draw in a hundred is rounded a little worse than five of torch's.
+            outputs = [v for v in found.verdicts if not v.tensor.startswith("grad ")]
+            assert {verdict.status for verdict in outputs} == {"ok"}, f"{sample.desc}: {found.worst}"
+            # The gradient of a bias of 4 numbers scatters: 1 of 273 samples had one at 2.1 N.
             assert found.status in ("ok", "degraded"), f"{sample.desc}: {found.worst}"
 
 
