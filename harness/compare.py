@@ -51,35 +51,77 @@ class Draw:
     golden: Side
 
 
+@dataclass(frozen=True)
+class Expected:
+    """One regime: its inputs, and what every draw of the reference and its golden made of them."""
+
+    inputs: Inputs
+    cotangent: Tensor
+    references: list[dict[str, Any]]
+    goldens: list[dict[str, Any]]
+
+
+class Referee:
+    """The reference's half of a comparison, made once per cell and regime for any number of candidates.
+
+    Regimes are drawn in their order: a later one asked for first draws those before it, so that no number depends on
+    who asks.
+    """
+
+    def __init__(
+        self, pair: Pair, regimes: Sequence[str], *, seed: int, poison: float | None, stopwatch: Stopwatch | None = None
+    ) -> None:
+        self.regimes, self._poison = tuple(regimes), poison
+        self._pair, self._stopwatch = pair, stopwatch or Stopwatch()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._u = torch.finfo(getattr(torch, pair.case.dtype)).eps
+        sides = [pair.reference, *(pair.reference.jittered(self._u, self._generator) for _ in range(JITTER_DRAWS))]
+        self._draws = [Draw(side, side.in_float64()) for side in sides]
+        self._expected: list[Expected | None] = []
+
+    def expected(self, regime: str) -> Expected | None:
+        """None where the regime does not apply to the cell."""
+        place = self.regimes.index(regime)
+        while len(self._expected) <= place:
+            self._expected.append(self._draw(self.regimes[len(self._expected)]))
+        return self._expected[place]
+
+    def judge(self, pair: Pair, regime: str) -> list[TensorVerdict]:
+        """Every tensor of `pair`'s candidate; empty where the regime does not apply."""
+        expected = self.expected(regime)
+        if expected is None:
+            return []
+        with fast_path_off(), self._stopwatch.running():
+            c = outputs(pair, pair.candidate, expected.inputs.candidate_x, expected.cotangent)
+        with one_thread():
+            return list(_judge_all(pair, expected.inputs, c, expected.references, expected.goldens))
+
+    def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
+        """Everything that is compared, one by one: who looks for the first failure alone may stop there."""
+        for regime in self.regimes:
+            yield from self.judge(pair, regime)
+
+    def _draw(self, regime: str) -> Expected | None:
+        pair, draws = self._pair, self._draws
+        inputs = make_inputs(pair.case, regime, self._generator, poison=self._poison)
+        if inputs is None:
+            return None
+        xs = [inputs.x, *(jitter(inputs.x, self._u, self._generator) for _ in draws[1:])]
+        cotangent = torch.randn(inputs.x.shape, generator=self._generator).to(inputs.x.dtype)
+        with fast_path_off(), self._stopwatch.running():
+            r = [outputs(pair, draw.reference, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
+            g = [golden_outputs(pair, draw.golden, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
+        return Expected(inputs, cotangent, r, g)
+
+
 def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
-    generator = torch.Generator().manual_seed(seed)
     poison = float("nan") if pair.watch.kernel.shielded else None
-    u = torch.finfo(getattr(torch, pair.case.dtype)).eps
-    sides = [pair.reference, *(pair.reference.jittered(u, generator) for _ in range(JITTER_DRAWS))]
-    draws = [Draw(side, side.in_float64()) for side in sides]
-    verdicts: list[TensorVerdict] = []
+    referee = Referee(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
     pair.watch.calls = 0  # those of the comparison alone: what it bypasses, weighing may have called
-    with fast_path_off():
-        for regime in regimes:
-            inputs = make_inputs(pair.case, regime, generator, poison=poison)
-            if inputs is not None:
-                verdicts += _compare_regime(pair, inputs, draws, u, generator, stopwatch)
+    verdicts = tuple(referee.examine(pair))
     if all(verdict.status == "skipped" for verdict in verdicts):
         raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
-    return Equivalence(tuple(verdicts))
-
-
-def _compare_regime(
-    pair: Pair, inputs: Inputs, draws: list[Draw], u: float, generator: torch.Generator, stopwatch: Stopwatch
-) -> list[TensorVerdict]:
-    xs = [inputs.x, *(jitter(inputs.x, u, generator) for _ in draws[1:])]
-    cotangent = torch.randn(inputs.x.shape, generator=generator).to(inputs.x.dtype)
-    with stopwatch.running():
-        c = outputs(pair, pair.candidate, inputs.candidate_x, cotangent)
-        r = [outputs(pair, draw.reference, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
-        g = [golden_outputs(pair, draw.golden, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
-    with one_thread():
-        return list(_judge_all(pair, inputs, c, r, g))
+    return Equivalence(verdicts)
 
 
 def golden_outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
