@@ -12,10 +12,10 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench smoke test check fix verify nightly gate report figures clean distclean FORCE
+.PHONY: help setup bench smoke test check fix verify sensitivity nightly gate report figures clean distclean FORCE
 
 help: ## List the targets
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo '  ARGS="..." is passed on (make test ARGS="-k masks"); CONFIG=FILE picks the grid of make bench;'
 	@echo '  PYTHON=... picks the interpreter that .venv is made with.'
@@ -44,6 +44,9 @@ fix: $(STAMP) ## Apply ruff's fixes and formatting
 
 verify: $(STAMP) ## Swap the attention of every model family and prove that nothing changed (under 2 minutes)
 	@$(BIN)/harness verify --all $(ARGS)
+
+sensitivity: $(STAMP) ## Put wrong attentions in every cell and prove that the comparison sees them (under 5 minutes)
+	@$(BIN)/harness sensitivity $(CONFIG) $(ARGS)
 
 nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate
 	@$(BIN)/harness verify --all --quiet

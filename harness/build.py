@@ -34,8 +34,16 @@ class Side:
 
     def in_float64(self) -> "Side":
         """The golden: a copy in double precision of what is already rounded."""
-        views = tuple({key: _double(value) for key, value in view.items()} for view in self.views)
-        return dataclasses.replace(self, module=copy.deepcopy(self.module).double(), views=views)
+        return self._in(torch.float64, {})
+
+    def in_float32(self, watch: "WatchedKernel", shadow_watch: "WatchedKernel") -> "Side":
+        """A copy in single precision of what is already rounded, around the same kernel under another watch."""
+        # Copied, a bound method brings its object along: without the memo the user's kernel would be copied too.
+        return self._in(torch.float32, {id(watch): shadow_watch})
+
+    def _in(self, dtype: torch.dtype, memo: dict[int, Any]) -> "Side":
+        views = tuple({key: _cast(value, dtype) for key, value in view.items()} for view in self.views)
+        return dataclasses.replace(self, module=copy.deepcopy(self.module, memo).to(dtype), views=views)
 
     def jittered(self, u: float, generator: torch.Generator) -> "Side":
         """A copy whose weights and float masks moved by a random relative u."""
@@ -59,6 +67,17 @@ class Pair:
         # torch's MHA gives NaN weights for dead rows where our policy is 0: those cells compare outputs alone.
         both = self.reference.gives_weights and self.candidate.gives_weights
         return both and self.case.phase == "prefill" and not masks.MASKS[self.case.mask].has_dead_rows
+
+    def in_float32(self) -> "Pair":
+        """Both sides on float32 copies of the rounded weights and masks: there no rounding of q, k and v hides bugs."""
+        watch = WatchedKernel(self.watch.kernel)  # its own, so that `calls` stay those of the cell's own dtype
+        return dataclasses.replace(
+            self,
+            case=dataclasses.replace(self.case, dtype="float32"),
+            reference=self.reference.in_float32(self.watch, watch),
+            candidate=self.candidate.in_float32(self.watch, watch),
+            watch=watch,
+        )
 
 
 class ContractBroken(Exception):
@@ -120,7 +139,7 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
             module=candidate,
             forward=_run_variant,
             views=tuple(_variant_view(case, *step, dtype) for step in steps),
-            new_cache=candidate.new_cache if has_cache else None,  # type: ignore[arg-type]
+            new_cache=(lambda capacity: candidate.new_cache(capacity)) if has_cache else None,  # type: ignore[operator]
             gives_weights=kernel.gives_weights,
         ),
         watch=watch,
@@ -192,8 +211,8 @@ def _reference_view(
     return reference.view(case, masks.dense(rule, at, dtype), plain_causal)
 
 
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _jitter_value(value: Any, u: float, generator: torch.Generator) -> Any:

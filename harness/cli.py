@@ -26,6 +26,7 @@ examples:
   harness run configs/nightly.yaml --dry-run            see what would run
   harness gate results/latest                           did anything get worse since the accepted baseline?
   harness verify llama                                  swap a real model's attention, prove it is the same model
+  harness sensitivity                                   would the comparison see a wrong kernel?
 """
 
 VERIFY = """\
@@ -55,6 +56,24 @@ examples:
 your own model: a function without arguments that returns the model, or a pair of model and inputs: a tensor, a tuple of
 positional arguments or a dict of keyword arguments. Causal language models of transformers, and models of the families,
 need no inputs.
+"""
+
+
+SENSITIVITY = """\
+Puts wrong attentions on purpose (harness/saboteurs/, each the likeness of a real bug) in the place of the right one, in
+every cell in which the bug exists, and asks whether the comparison sees them: killed, survived or not applicable. Also
+the smallest relative error of the scale that each cell still sees, from 1e-1 down to 1e-8.
+
+Written to results/sensitivity-<time>/: sensitivity.md, sensitivity.csv (a row for each saboteur and cell), cells.csv.
+"""
+SENSITIVITY_EPILOG = """\
+exit codes:  0 all seen in float32 and float64 but for what arithmetic explains, and 95 % in half types
+             1 less than that, or the right attention itself is not ok in some cell   2 bad input   3 a bug in harness
+
+examples:
+  harness sensitivity                                      every saboteur over configs/default.yaml
+  harness sensitivity configs/smoke.yaml                   the same over a small grid
+  harness sensitivity --only softmax_over_queries --jobs 1
 """
 
 
@@ -153,6 +172,27 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--out", metavar="DIR", type=Path, help="the run's folder (default: a new one under results/)")
     verify.set_defaults(command=_verify)
 
+    sensitivity = commands.add_parser(
+        "sensitivity",
+        parents=[talk],
+        help="judge wrong attentions: does the comparison see every one of them?",
+        description=SENSITIVITY,
+        epilog=SENSITIVITY_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sensitivity.add_argument(
+        "config", metavar="CONFIG", nargs="?", default="configs/default.yaml", help="default: configs/default.yaml"
+    )
+    sensitivity.add_argument(
+        "--out", metavar="DIR", type=Path, help="the study's folder (default: a new one under results/)"
+    )
+    sensitivity.add_argument(
+        "--only", metavar="SABOTEUR", action="append", default=[], help="try this saboteur alone; repeat for several"
+    )
+    sensitivity.add_argument("--shard", metavar="I/N", type=_shard, help="only every N-th cell, from the I-th on")
+    sensitivity.add_argument("--jobs", metavar="N", type=_jobs, default=2, help="worker processes (default: 2)")
+    sensitivity.set_defaults(command=_sensitivity)
+
     listing = commands.add_parser("list", parents=[talk], help="variants, masks, kernels, phases, dtypes, regimes")
     listing.set_defaults(command=_list)
     return parser
@@ -183,6 +223,12 @@ def _shard(text: str) -> tuple[int, int]:
     if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise argparse.ArgumentTypeError(f"{text!r}: must be I/N with 1 <= I <= N, as in 2/4")
     return int(index), int(count)
+
+
+def _jobs(text: str) -> int:
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive number of processes")
+    return int(text)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -297,6 +343,26 @@ def _verify(options: argparse.Namespace) -> int:
         every_layer=options.verbose,
     )
     return EQUAL if all(each.passed for each in found) else NOT_EQUAL
+
+
+def _sensitivity(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from harness.report.sensitivity import print_study
+    from harness.sensitivity.run import run
+    from harness.sensitivity.table import judge
+
+    study, folder = run(
+        options.config,
+        options.out,
+        only=options.only,
+        shard=options.shard,
+        jobs=options.jobs,
+        console=Console(stderr=True, quiet=options.quiet),
+    )
+    if not options.quiet:
+        print_study(study, _console(), folder=folder)
+    return EQUAL if judge(study).passed else NOT_EQUAL
 
 
 def _list(options: argparse.Namespace) -> int:

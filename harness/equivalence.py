@@ -46,12 +46,16 @@ class TensorVerdict:
     err_ratio: float | None = None  # max|C - G| / N
     block_ratio: float | None = None  # the worst block's, over that block's N
     mean_ratio: float | None = None  # mean|C - G| over its limit
+    is_shadow: bool = False  # compared in float32 although the cell is in half precision
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """Worst last. What failed without an error to compare (a wrong shape, a NaN) is worse than any number."""
+    def rank(self) -> tuple[int, bool, float]:
+        """Worst last. What failed without an error to compare (a wrong shape, a NaN) is worse than any number.
+
+        A shadow speaks for its cell only where it is what fails: its errors are those of another dtype.
+        """
         nothing = float("inf") if self.status == "mismatch" else 0.0
-        return SEVERITY.index(self.status), nothing if self.err_ratio is None else self.err_ratio
+        return SEVERITY.index(self.status), not self.is_shadow, nothing if self.err_ratio is None else self.err_ratio
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], ti
     stopwatch, started = Stopwatch(), time.perf_counter()
     try:
         pair = build_pair(case, kernel, case.seed(seed))
-        found |= _weigh(pair)
+        found |= weigh(pair)
         equivalence = compare_pair(pair, regimes, seed=case.seed(seed), stopwatch=stopwatch)
         found |= _equality_columns(equivalence) | {"calls": pair.watch.calls}
-        found["status"], found["error"] = _status(pair, equivalence, found)
+        found["status"], found["error"] = status_of(pair, equivalence, found)
         if timing.enabled:
             found |= _time(pair, timing, case.seed(seed), stopwatch)
     except Unsupported as refusal:
@@ -64,7 +64,7 @@ def _describe(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {failure}" + "".join(f" at {file}:{line}" for file, line in place)
 
 
-def _weigh(pair: Pair) -> dict[str, Any]:
+def weigh(pair: Pair) -> dict[str, Any]:
     """Parameters and cache bytes as they really are, not as the formula says."""
     weighed: dict[str, Any] = {
         "params": sum(p.numel() for p in pair.candidate.module.parameters()),
@@ -85,7 +85,7 @@ def _weigh(pair: Pair) -> dict[str, Any]:
 
 def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
     worst = equivalence.worst
-    gradients = [v.max_abs_err for v in equivalence.verdicts if v.tensor.startswith("grad ")]
+    gradients = [v.max_abs_err for v in equivalence.verdicts if v.tensor.startswith("grad ") and not v.is_shadow]
     return {
         "max_abs_err": worst.max_abs_err,
         "mean_abs_err": worst.mean_abs_err,
@@ -101,7 +101,7 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
     }
 
 
-def _status(pair: Pair, equivalence: Equivalence, found: dict[str, Any]) -> tuple[str, str | None]:
+def status_of(pair: Pair, equivalence: Equivalence, found: dict[str, Any]) -> tuple[str, str | None]:
     if not pair.watch.calls > 0:
         return "mismatch", "the kernel was never called: something bypassed the swapped module"
     for what in ("params", "kv_cache_bytes"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import harness
 from harness.build import randomise
@@ -96,7 +96,7 @@ def test_every_attention_is_replaced_and_the_report_tells(use_in_proj: bool, inp
 )
 def test_some_modules_only(only: Any, names: list[str]) -> None:
     old = model()
-    new, report = harness.swap(old, only=only)
+    new, report = harness.swap(old, only=only, use_in_proj=True)
     assert [row.name for row in report.swapped] == names
     assert_close(new(*inputs()), old(*inputs()))
 
@@ -117,6 +117,24 @@ def test_replace_mha_with_eager_is_the_short_form() -> None:
         assert_close(new(*inputs()), old(*inputs()))
     assert isinstance(old.cross, nn.MultiheadAttention)
     assert all(torch.equal(before[key], value) for key, value in old.state_dict().items())
+
+
+def test_a_shared_module_is_asked_for_by_any_of_its_names() -> None:
+    new: Any = harness.swap(model(), only="again", use_in_proj=True)[0]
+    assert new.layers[0] is new.again
+    assert isinstance(new.again, DropInAttention)
+
+
+@both
+def test_a_swapped_model_can_be_swapped_again(use_in_proj: bool) -> None:
+    old = model()
+    once = harness.swap(old, use_in_proj=use_in_proj)[0]
+    twice, report = harness.swap(once, to="sdpa", dead_rows="torch", only=lambda name, module: name != "cross")
+    assert {row.became for row in report.swapped} == {type(once.cross).__name__}
+    assert twice.layers[0].kernel.name == "sdpa" and twice.layers[0].dead_rows == "torch"  # type: ignore[index, union-attr]
+    assert_close(twice(*inputs()), old(*inputs()))
+    again = report.undo()
+    assert again.layers[0].kernel.name == "eager"  # type: ignore[index, union-attr]
 
 
 # ---- what goes along -------------------------------------------------------------------------------------------------
@@ -255,6 +273,25 @@ def test_a_parametrized_in_projection_cannot_be_split() -> None:
         harness.swap(old)
 
 
+@pytest.mark.parametrize("only", [None, "layers.*"])
+def test_a_split_that_would_untie_is_refused(only: str | None) -> None:
+    old = model()
+    if only is None:
+        old.head.weight = nn.Parameter(torch.zeros(3 * E, E, dtype=torch.float64))
+        old.head.weight = old.layers[0].in_proj_weight
+    types = [type(module) for module in old.modules()]
+    with pytest.raises(SwapError, match="tied to a packed projection that is split here"):
+        harness.swap(old, only=only, inplace=True)
+    assert [type(module) for module in old.modules()] == types
+
+
+def test_pruned_weights_are_refused() -> None:
+    old = model()
+    prune.l1_unstructured(old.layers[0], "in_proj_weight", 0.3)
+    with pytest.raises(SwapError, match=r"layers\.0: its in_proj_weight is made from something else"):
+        harness.swap(old, inplace=True)  # such a module cannot even be copied
+
+
 # ---- refusals leave the model as it was ------------------------------------------------------------------------------
 
 
@@ -307,6 +344,23 @@ def test_nothing_found_and_unheeded_options_are_errors() -> None:
         harness.swap(old, to="flash")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": None}, "to = None: must be the name"),
+        ({"to": "variant-2"}, "takes no number"),
+        ({"to": "fused-"}, "after fused- must come a positive number"),
+        ({"to": "gqa-0"}, "after gqa- must come a positive number"),
+        ({"only": ["cross"]}, r"only = \['cross'\]: must be"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SwapError, match=message):
+        harness.swap(model(), **arguments)
+    with pytest.raises(SwapError, match=r"model is str: must be a torch\.nn\.Module"):
+        harness.swap("model")  # type: ignore[arg-type]
+
+
 def test_each_replacement_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "harness"):
         harness.swap(model())
@@ -348,6 +402,40 @@ def test_undo_keeps_what_was_learnt_meanwhile(use_in_proj: bool) -> None:
     back: Any = report.undo()
     assert isinstance(back.cross, nn.MultiheadAttention)
     assert not any(module.training for module in back.modules())
+    assert_close(back(*inputs()), expected)
+
+
+@both
+def test_a_second_undo_does_nothing(use_in_proj: bool) -> None:
+    _, report = harness.swap(model(), use_in_proj=use_in_proj)
+    back: Any = report.undo()
+    with torch.no_grad():
+        back.layers[0].in_proj_weight.add_(1.0)
+    weight = back.layers[0].in_proj_weight.clone()
+    assert torch.equal(report.undo().layers[0].in_proj_weight, weight)  # type: ignore[index, union-attr]
+
+
+@both
+def test_undo_takes_flags_and_gradients_of_now(use_in_proj: bool) -> None:
+    old = model()
+    old(*inputs()).sum().backward()
+    new, report = harness.swap(old, use_in_proj=use_in_proj, inplace=True)
+    new.zero_grad()
+    new.requires_grad_(False)
+    back = report.undo()
+    assert all(parameter.grad is None for parameter in back.parameters())
+    assert not any(parameter.requires_grad for parameter in back.parameters())
+
+
+def test_undo_of_a_fusion_keeps_what_was_learnt_meanwhile() -> None:
+    split = harness.swap(model())[0]
+    fused, report = harness.swap(split, to="fused")
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            parameter.mul_(1.5)
+    expected = fused(*inputs())
+    back: Any = report.undo()
+    assert isinstance(back.cross, EagerMultiheadAttention)
     assert_close(back(*inputs()), expected)
 
 

@@ -138,8 +138,8 @@ def test_all_families_pass_and_are_written_down(cli: Command):
     of_llama = layers[layers["family"] == "llama"]
     assert set(of_llama["batch"]) == {"plain", "left-padded", "right-padded", "decode"}
     plain = of_llama[of_llama["batch"] == "plain"]
-    assert list(plain["layer"]) == ["model.layers.0.self_attn", "model.layers.1.self_attn", "(end)", "(end)"]
-    assert list(plain["kind"]) == ["layer", "layer", "end", "fast path"]
+    assert list(plain["layer"]) == ["model.layers.0.self_attn", "model.layers.1.self_attn", "(end)"]
+    assert list(plain["kind"]) == ["layer", "layer", "end"]
     markdown = (folder / "verify.md").read_text()
     assert markdown.startswith("# verify: EQUAL\n")
     for name in family_names():
@@ -239,7 +239,8 @@ def test_the_fast_path_is_off_while_comparing_and_on_at_the_end():
             return super().forward(x, causal)
 
     assert verify(Watched(), inputs=verify_models.noise(2, 7, 6)).passed
-    assert Watched.seen == (False,) * 11 + (True,)  # five draws, each with its golden; the swapped model, twice
+    # Five draws, each with its golden, and the swapped model; then all of it again as users run it.
+    assert Watched.seen == (False,) * 11 + (True,) * 11
 
 
 def test_what_a_layer_gave_is_kept_though_the_model_writes_over_it():
@@ -450,7 +451,7 @@ def test_a_module_that_runs_twice_is_judged_each_time():
     found = verify(model, inputs=inputs)
     assert found.passed
     kinds = found.layers["kind"] == "layer"
-    assert list(found.layers[kinds]["tensor"]) == ["attention", "attention (call 2)"]
+    assert list(found.layers[kinds]["tensor"]) == ["attention", "attention (call 2)", "attention weights (call 2)"]
     assert inputs[0].equal(verify_models.noise(2, 5, 8))  # it writes into its input, which is a copy
 
 
@@ -710,3 +711,34 @@ def test_an_error_of_decode_alone_is_seen_though_tokens_may_agree() -> None:
     assert step is not None and step.name == "forward"
     assert "model.layers.0.self_attn (call 2) departs first" in step.message
     assert "(decode batch)" in step.message
+
+
+@pytest.mark.parametrize("build", ["padded_encoder", "one_layer_three_times", "with_weights"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_models_of_torch_that_share_and_nest_are_equal(build: str) -> None:
+    assert verify(f"{MODELS}:{build}").verdict == "equal"
+
+
+def test_a_user_s_function_that_leaves_is_no_pass(cli: Command) -> None:
+    found = cli(f"{MODELS}:leaves")
+    assert found.code == 1
+    assert "SystemExit" in found.out
+
+
+@pytest.mark.parametrize("wrong", ["out", "weights"])
+def test_every_output_is_judged(wrong: str) -> None:
+    def tripled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        out, weights = eager(q, k, v, call)
+        return (3 * out, weights) if wrong == "out" else (out, 3 * weights)
+
+    found = verify(f"{MODELS}:with_weights", kernel=Kernel("tripled", tripled, gives_weights=True))
+    assert found.verdict == "not equal"
+    assert found.failure is not None
+    assert ("weights departs" in found.failure.message) == (wrong == "weights")
+
+
+def test_the_module_is_left_in_its_mode() -> None:
+    model, inputs = verify_models.with_weights()
+    model.train()
+    assert verify(model, inputs=inputs).passed
+    assert all(module.training for module in model.modules())

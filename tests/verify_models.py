@@ -133,3 +133,35 @@ class Subclass(nn.MultiheadAttention):
 
 def unknown_subclass() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return nn.ModuleDict({"attention": Subclass(8, 2)}), (noise(5, 8),) * 3
+
+
+def padded_encoder() -> Any:
+    """torch's encoder turns this into nested tensors on its fast path, and gives padding another value than off it."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    return nn.TransformerEncoder(layer, 2), {"src": torch.randn(2, 6, 16), "src_key_padding_mask": padding}
+
+
+def one_layer_three_times() -> Any:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.Sequential(layer, layer, layer), torch.randn(2, 6, 16)
+
+
+def leaves() -> Any:
+    raise SystemExit(0)
+
+
+class WithWeights(nn.Module):
+    """Gives its input back first, then the attention's output and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return x, *self.attention(x, x, x)
+
+
+def with_weights() -> Any:
+    return WithWeights(), torch.randn(2, 6, 16)

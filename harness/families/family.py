@@ -53,7 +53,7 @@ class Family:
     load: Callable[[Path], nn.Module]  # a local checkpoint folder -> model in eval mode
     inspect: Callable[[nn.Module], Structure]
     batches: Callable[[nn.Module, torch.Generator], Mapping[str, Batch]]  # by name: plain, left-padded, ...
-    output: Callable[[Any], Tensor]  # what a forward pass returns -> logits or latents, (B, L, ...)
+    output: Callable[[Any], Any]  # what a forward pass returns -> logits or latents (B, L, ...), or a list of tensors
     # Integer tokens: must be equal one by one. Floating latents: judged by the acceptance rule. None: no such step.
     generate: Callable[[nn.Module, torch.Generator], Tensor] | None
     swap_options: Mapping[str, Any] = field(default_factory=dict)

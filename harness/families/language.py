@@ -48,7 +48,8 @@ def language_family(
     def build(overrides: Mapping[str, Any]) -> nn.Module:
         _refuse_unknown_keys(name, config_class, overrides)
         try:
-            model = model_class(config_class(**{**TINY, **tiny, **overrides})).eval()
+            config = config_class(**{**TINY, **tiny, **overrides})
+            model = model_class(config).eval()
             randomise(model, torch.Generator().manual_seed(SEED))
             with torch.no_grad():
                 # As large as what the layers add, or all tokens look alike and greedy decoding repeats one for ever.
@@ -56,6 +57,8 @@ def language_family(
                 embed.weight.div_(embed(torch.arange(embed.num_embeddings)).std())
                 # Some combinations, such as 4 heads on 3 key/value heads, only show when the model runs.
                 model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+            if config.dtype is not None:  # of the config alone the library makes nothing
+                model.to(config.dtype)
         except Exception as error:  # the library has no class of its own for what it refuses
             asked = ", ".join(f"{key} = {value!r}" for key, value in overrides.items()) or "the tiny config"
             raise FamilyError(f"{name}: {asked}: {type(error).__name__}: {_one_line(error)}") from error

@@ -63,6 +63,14 @@ class AttentionCall:
         return visible
 
 
+def one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """For models under autocast: products come out narrower than what norms and rotations gave."""
+    dtype = tensors[0].dtype
+    for t in tensors[1:]:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return [t.to(dtype) for t in tensors]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """`run(q, k, v, call)` gives the output and, where `gives_weights` and asked for, the weights."""
@@ -72,3 +80,4 @@ class Kernel:
     gives_weights: bool = False
     shielded: bool = True  # NaN and inf behind a mask are kept out around it; False: it is judged as it is
     origin: str = "harness"  # file and hash of a user's kernel
+    delegates: bool = False  # it hands the work to torch's own attention; a built-in kernel must say so

@@ -22,7 +22,8 @@ def find_kernel(kernel: AnyKernel) -> Kernel:
     if isinstance(kernel, Kernel):
         return kernel
     if not isinstance(kernel, str):
-        return plugin.from_function(kernel, getattr(kernel, "__name__", type(kernel).__name__), shielded=False)
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        return plugin.from_function(kernel, name, shielded=False, origin="a callable")
     if is_plugin(kernel):
         return plugin.load(kernel)
     name = AUTO if kernel == "auto" else kernel

@@ -4,4 +4,4 @@ import torch.nn.functional as F
 
 from harness.kernels.plugin import from_function
 
-KERNEL = from_function(F.scaled_dot_product_attention, "sdpa")
+KERNEL = from_function(F.scaled_dot_product_attention, "sdpa", delegates=True)

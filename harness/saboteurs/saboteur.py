@@ -15,6 +15,15 @@ from harness.registry import Registry
 
 Run = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor | None]]
 Applies = Callable[[Case], bool]
+Invisible = Callable[[Case], str | None]
+
+
+def everywhere(case: Case) -> bool:
+    return True
+
+
+def nowhere(case: Case) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,8 @@ class Saboteur:
     """`kernel` makes a fresh wrong kernel (some remember things), or `spoil` changes the candidate of a right pair.
 
     `applies` says where the bug changes anything at all, in exact arithmetic, and is tested: elsewhere the wrong and
-    the right candidate must give the same bits.
+    the right candidate must give the same bits. `invisible` says, by arithmetic, why rounding must hide it in a cell
+    in which it applies; None where it must be seen.
     """
 
     name: str
@@ -30,16 +40,15 @@ class Saboteur:
     applies: Applies
     kernel: Callable[[], Kernel] | None = None
     spoil: Callable[[Pair], None] | None = None
+    invisible: Invisible = nowhere
 
 
 SABOTEURS: Registry[Saboteur] = Registry("saboteur")
 
 
-def everywhere(case: Case) -> bool:
-    return True
-
-
-def in_kernel(*, applies: Applies = everywhere, shielded: bool = True) -> Callable[[Run], Run]:
+def in_kernel(
+    *, applies: Applies = everywhere, shielded: bool = True, invisible: Invisible = nowhere
+) -> Callable[[Run], Run]:
     """A wrong kernel. Behind the shield, as our own kernels are, unless it is the shield's work that is missing."""
 
     def register(run: Run) -> Run:
@@ -48,13 +57,15 @@ def in_kernel(*, applies: Applies = everywhere, shielded: bool = True) -> Callab
         def kernel() -> Kernel:
             return Kernel(name, run, gives_weights=True, shielded=shielded, origin="saboteur")
 
-        SABOTEURS.add(name, Saboteur(name, _bug(run), applies, kernel=kernel))
+        SABOTEURS.add(name, Saboteur(name, _bug(run), applies, kernel=kernel, invisible=invisible))
         return run
 
     return register
 
 
-def with_memory(*, applies: Applies = everywhere) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
+def with_memory(
+    *, applies: Applies = everywhere, invisible: Invisible = nowhere
+) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
     """A factory of wrong kernels that remember earlier calls: each judged cell gets its own."""
 
     def register(make: Callable[[], Run]) -> Callable[[], Run]:
@@ -63,18 +74,20 @@ def with_memory(*, applies: Applies = everywhere) -> Callable[[Callable[[], Run]
         def kernel() -> Kernel:
             return Kernel(name, make(), gives_weights=True, origin="saboteur")
 
-        SABOTEURS.add(name, Saboteur(name, _bug(make), applies, kernel=kernel))
+        SABOTEURS.add(name, Saboteur(name, _bug(make), applies, kernel=kernel, invisible=invisible))
         return make
 
     return register
 
 
-def in_module(*, applies: Applies) -> Callable[[Callable[[Pair], None]], Callable[[Pair], None]]:
+def in_module(
+    *, applies: Applies, invisible: Invisible = nowhere
+) -> Callable[[Callable[[Pair], None]], Callable[[Pair], None]]:
     """A wrong module or cache around a right kernel."""
 
     def register(spoil: Callable[[Pair], None]) -> Callable[[Pair], None]:
         name = spoil.__name__
-        SABOTEURS.add(name, Saboteur(name, _bug(spoil), applies, spoil=spoil))
+        SABOTEURS.add(name, Saboteur(name, _bug(spoil), applies, spoil=spoil, invisible=invisible))
         return spoil
 
     return register

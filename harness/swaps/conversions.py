@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from harness.kernels.call import Kernel
 from harness.swaps.converters import Conversion, Request, SwapError, converts
-from harness.swaps.torch_layers import PARTS, convert_to_drop_in, drop_in_like, split_sources
+from harness.swaps.torch_layers import PARTS, convert_to_drop_in, drop_in_like, split_sources, thirds
 from harness.swaps.weights import HOOKS, WeightSource
 from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
 from harness.variants.gqa import GroupedQueryAttention
@@ -142,18 +142,19 @@ def fuse_drop_in(old: EagerMultiheadAttention, kernel: Kernel, request: Request)
     linears = _linears(old, PARTS)
     new: Any = drop_in_like(old, EagerMultiheadAttentionWithInProj, kernel, old.dead_rows)
     weights: dict[str, WeightSource] = {}
-    derived = []
+    back: dict[str, WeightSource] = {}
+    packed = []
     if old.packs:
-        parts = [linear.weight for linear in linears]
-        new.in_proj_weight = _parameter(torch.cat([part.detach() for part in parts]), parts)
-        derived.append("in_proj_weight")
+        packed.append("weight")
     else:  # of unlike widths: torch keeps three weights, and packs the biases alone
         weights = {f"{part}_weight": WeightSource(f"{part}.weight") for part in PARTS}
     if old.in_proj_bias is not None:
-        parts = [linear.bias for linear in linears]
-        new.in_proj_bias = _parameter(torch.cat([part.detach() for part in parts]), parts)
-        derived.append("in_proj_bias")
-    return Conversion(new, weights, frozenset(derived))
+        packed.append("bias")
+    for kind in packed:
+        parts = [getattr(linear, kind) for linear in linears]
+        setattr(new, f"in_proj_{kind}", _parameter(torch.cat([part.detach() for part in parts]), parts))
+        back |= {f"{part}.{kind}": WeightSource(f"in_proj_{kind}", rows) for part, rows in thirds(old.embed_dim)}
+    return Conversion(new, weights, frozenset(f"in_proj_{kind}" for kind in packed), back=back)
 
 
 def _regrouped(old: GroupedQueryAttention, new: GroupedQueryAttention) -> Conversion:

@@ -1,7 +1,7 @@
 """Which modules can become what: the registry of converters, and what each of them is asked and gives."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -48,6 +48,8 @@ class Conversion:
     weights: Mapping[str, WeightSource]
     derived: frozenset[str] = frozenset()  # parameters the converter computed itself
     error: float | None = None
+    # For undo, where derived parameters can be cut back: the old module's parameter -> its rows in the new one's.
+    back: Mapping[str, WeightSource] = field(default_factory=dict)
 
 
 Converter = Callable[[Any, Kernel, Request], Conversion]

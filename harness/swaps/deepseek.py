@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from harness.kernels.call import Kernel, Unsupported
+from harness.kernels.call import Kernel, Unsupported, one_dtype
 from harness.kernels.front import attention, make_call
 from harness.specs.latent import absorb_is_cheaper
 from harness.swaps.converters import Request, SwapError
@@ -122,13 +122,13 @@ class LatentAttention(nn.Module):
         kv = self.kv_b_proj(c.squeeze(1)).unflatten(-1, (H, N + V)).transpose(1, 2)  # (B, H, S, N + V)
         k_nope, v = kv.split((N, V), dim=-1)
         k = torch.cat((k_nope, k_pe.expand(-1, H, -1, -1)), dim=-1)  # (B, H, S, N + R)
-        return attention(*_one_dtype(torch.cat((q_nope, q_pe), dim=-1), k, v), **rules)
+        return attention(*one_dtype(torch.cat((q_nope, q_pe), dim=-1), k, v), **rules)
 
     def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, k_pe: Tensor, rules: dict[str, Any]) -> Any:
         N, V, H = self.qk_nope_head_dim, self.v_head_dim, q_nope.shape[1]
         up_k, up_v = self.kv_b_proj.weight.unflatten(0, (H, N + V)).split((N, V), dim=1)  # (H, N, r), (H, V, r)
         q = torch.cat((torch.einsum("bhln,hnr->bhlr", q_nope, up_k), q_pe), dim=-1)  # (B, H, L, r + R)
-        q, k = _one_dtype(q, torch.cat((c, k_pe), dim=-1))  # k (B, 1, S, r + R)
+        q, k = one_dtype(q, torch.cat((c, k_pe), dim=-1))  # k (B, 1, S, r + R)
         attended = _attend_shared(q, k, k[..., : self.kv_lora_rank], rules)
         mixed, weights = attended if isinstance(attended, tuple) else (attended, None)  # (B, H, L, r)
         heads = torch.einsum("bhlr,hvr->bhlv", mixed, up_v)  # (B, H, L, V)
@@ -249,11 +249,3 @@ def _attend_shared(q: Tensor, k: Tensor, v: Tensor, rules: dict[str, Any]) -> An
     mask = rules["mask"]
     attended = attention(q.transpose(1, 2), k, v, **rules | {"mask": None if mask is None else mask.transpose(1, 2)})
     return tuple(t.transpose(1, 2) for t in attended) if isinstance(attended, tuple) else attended.transpose(1, 2)
-
-
-def _one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast products come out narrower than what norms and rotations gave."""
-    dtype = tensors[0].dtype
-    for t in tensors[1:]:
-        dtype = torch.promote_types(dtype, t.dtype)
-    return [t.to(dtype) for t in tensors]

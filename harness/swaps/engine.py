@@ -7,12 +7,13 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from harness.kernels.front import AnyKernel, find_kernel
-from harness.swaps.converters import CONVERTERS, DROP_IN, OPTIONS, Converter, Request, SwapError, converter_of
+from harness.swaps.converters import CONVERTERS, DROP_IN, OPTIONS, VARIANT, Converter, Request, SwapError, converter_of
 from harness.swaps.report import SwappedModule, SwapReport
 from harness.swaps.weights import WeightSource, carry_weights, inherit, write_back
 
@@ -45,14 +46,17 @@ def swap(
     only     which modules: a name pattern ("encoder.*"), a type, or a predicate (name, module) -> bool
     inplace  change the model itself; parameters that keep their shape stay the same objects
     """
+    if not isinstance(model, nn.Module):
+        raise SwapError(f"model is {type(model).__name__}: must be a torch.nn.Module")
     request = _request(to, kernel, only, options)
     if not inplace:
         model = copy.deepcopy(model)
-    edits = _Edits(model, request)
-    # The list is fixed before anything is replaced, and holds shared modules once per place.
+    # Fixed before anything is replaced, with shared modules once per place.
+    found = list(model.named_modules(remove_duplicate=False))
+    edits = _Edits(model, _by_any_name(request, found))
     try:
         with _collector_paused():
-            for name, module in list(model.named_modules(remove_duplicate=False)):
+            for name, module in found:
                 edits.visit(name, module)
         return edits.finish()
     except BaseException:
@@ -78,15 +82,17 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _request(to: str, kernel: AnyKernel | None, only: Only | None, options: Mapping[str, Any]) -> Request:
-    target, _, size = to.partition("-")
-    conversions = sorted({known for known, _ in CONVERTERS} - {DROP_IN})
-    if target not in conversions:
-        target, size = DROP_IN, ""
-    elif size and not (size.isdecimal() and int(size) > 0):
-        raise SwapError(f"to = {to!r}: after {target}- must come a positive number")
-    found = find_kernel(kernel if kernel is not None else to if target == DROP_IN else "eager")
-    keeps = kernel is None and target != DROP_IN
-    return Request(target, int(size) if size else None, found, options, _predicate(only), keeps)
+    if not isinstance(to, str):
+        raise SwapError(f"to = {to!r}: must be the name of a kernel or of a conversion")
+    target, dash, size = to.partition("-")
+    if target not in {known for known, _ in CONVERTERS} - {DROP_IN}:
+        found = find_kernel(to if kernel is None else kernel)
+        return Request(DROP_IN, None, found, options, _predicate(only))
+    if dash and (target == VARIANT or not (size.isdecimal() and int(size) > 0)):
+        rule = "takes no number" if target == VARIANT else f"after {target}- must come a positive number"
+        raise SwapError(f"to = {to!r}: {rule}")
+    found = find_kernel("eager" if kernel is None else kernel)
+    return Request(target, int(size) if size else None, found, options, _predicate(only), keeps_kernel=kernel is None)
 
 
 def _predicate(only: Only | None) -> Callable[[str, nn.Module], bool]:
@@ -96,7 +102,18 @@ def _predicate(only: Only | None) -> Callable[[str, nn.Module], bool]:
         return lambda name, module: fnmatch.fnmatchcase(name, only)
     if isinstance(only, type):
         return lambda name, module: isinstance(module, only)
+    if not callable(only):
+        raise SwapError(f"only = {only!r}: must be a name pattern, a type, or a function of name and module")
     return only
+
+
+def _by_any_name(request: Request, found: list[tuple[str, nn.Module]]) -> Request:
+    """A shared module is asked for if any of its names is: replaced under one alone, it would be two modules."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in found:
+        names.setdefault(module, []).append(name)
+    wants = request.wants
+    return replace(request, wants=lambda name, module: any(wants(n, module) for n in names.get(module, [name])))
 
 
 class _Edits:
@@ -129,14 +146,18 @@ class _Edits:
         self._put(name, self.done[module])
 
     def finish(self) -> tuple[nn.Module, SwapReport]:
-        known = ", ".join(sorted(kind.__name__ for to, kind in CONVERTERS if to == self.request.to))
         if not self.rows:
-            raise SwapError(
-                f"nothing to swap in {type(self.model).__name__}: no module that was asked for is one of {known}"
-            )
+            kind, to = type(self.model).__name__, self.request.to
+            known = ", ".join(sorted(known.__name__ for target, known in CONVERTERS if target == to))
+            models = ", nor in a model of transformers or diffusers" if to == DROP_IN else ""
+            raise SwapError(f"nothing to swap in {kind}: no module that was asked for is one of {known}{models}")
         if ignored := self.request.options.keys() - self.heeded:
             heeded = ", ".join(sorted(self.heeded)) or "none"
             raise SwapError(f"options no swapped module heeds: {', '.join(sorted(ignored))}; known here: {heeded}")
+        split = {origin for origin, _ in self.twins}
+        if tied := [name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in split]:
+            rule = "swap both, or keep it whole with use_in_proj=True"
+            raise SwapError(f"{', '.join(tied)}: tied to a packed projection that is split here; {rule}")
         return self.model, SwapReport(tuple(self.rows), _root=lambda: self.model)
 
     def undo(self) -> None:
@@ -172,7 +193,9 @@ class _Edits:
         prefix = f"{name}." if name else ""
 
         def undo() -> None:
-            write_back(old, new, conversion.weights)
+            if self.done.pop(old, None) is None:
+                return  # undone before, and perhaps trained since
+            write_back(old, new, conversion.weights, conversion.back)
             for place, module in self.places.items():
                 if module is old:
                     self._put(place, old)

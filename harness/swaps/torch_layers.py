@@ -17,6 +17,7 @@ from harness.variants.dropin import (
 from harness.variants.mha import MultiHeadAttention
 
 PARTS = ("q_proj", "k_proj", "v_proj")
+IN_PARAMETERS = ("in_proj_weight", "in_proj_bias", *(f"{part}_weight" for part in PARTS))
 
 
 @converts(nn.MultiheadAttention, to=DROP_IN, options=("use_in_proj", "dead_rows"))
@@ -30,6 +31,29 @@ def convert_to_drop_in(old: nn.MultiheadAttention, kernel: Kernel, request: Requ
         names = ", ".join(old.parametrizations)  # type: ignore[arg-type]
         raise SwapError(f"its {names} is parametrized: split, it could not be; swap with use_in_proj=True")
     return Conversion(new, split_sources(old))
+
+
+@converts(EagerMultiheadAttention, EagerMultiheadAttentionWithInProj, to=DROP_IN, options=("use_in_proj", "dead_rows"))
+def convert_again(old: DropInAttention, kernel: Kernel, request: Request) -> Conversion:
+    """Another kernel for what was swapped before."""
+    packed = isinstance(old, EagerMultiheadAttentionWithInProj)
+    if request.options.get("use_in_proj", packed) != packed:
+        raise SwapError(f'is {type(old).__name__}: swap to="{"split" if packed else "fused"}" instead of use_in_proj')
+    if parametrize.is_parametrized(old):
+        raise SwapError("is parametrized and was swapped before: undo that swap first")
+    new = drop_in_like(old, type(old), kernel, request.options.get("dead_rows", old.dead_rows))
+    if packed:
+        return Conversion(
+            new,
+            {
+                name: WeightSource(name)
+                for name in old._parameters
+                if name in IN_PARAMETERS and old._parameters[name] is not None
+            },
+        )
+    for part in PARTS:
+        setattr(new, part, getattr(old, part))
+    return Conversion(new, {})
 
 
 def drop_in_like(
@@ -58,18 +82,22 @@ def drop_in_like(
 def split_sources(old: nn.MultiheadAttention | DropInAttention) -> dict[str, WeightSource]:
     """Rows of torch's packed projection as three."""
     weights = {}
-    for index, part in enumerate(PARTS):
-        rows = (index * old.embed_dim, (index + 1) * old.embed_dim)
+    for part, rows in thirds(old.embed_dim):
         whole = WeightSource(f"{part}_weight")
-        weights[f"{part}.weight"] = WeightSource("in_proj_weight", rows) if old.in_proj_weight is not None else whole
+        weights[f"{part}.weight"] = whole if old.in_proj_weight is None else WeightSource("in_proj_weight", rows)
         if old.in_proj_bias is not None:
             weights[f"{part}.bias"] = WeightSource("in_proj_bias", rows)
     return weights
 
 
+def thirds(embed_dim: int) -> list[tuple[str, tuple[int, int]]]:
+    """Which rows of a packed projection are each part's."""
+    return [(part, (index * embed_dim, (index + 1) * embed_dim)) for index, part in enumerate(PARTS)]
+
+
 def _take_in_projection(old: nn.MultiheadAttention, new: nn.Module) -> dict[str, WeightSource]:
     """Parameters under the same names; a parametrization moves over whole."""
-    names = ["in_proj_weight", "in_proj_bias", *(f"{part}_weight" for part in PARTS)]
+    names = IN_PARAMETERS
     parametrized = parametrize.is_parametrized(old)
     plain = [name for name in names if not (parametrized and parametrize.is_parametrized(old, name))]
     if parametrized:

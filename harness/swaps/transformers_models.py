@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from harness.kernels.call import Kernel, Unsupported
+from harness.kernels.call import Kernel, Unsupported, one_dtype
 from harness.kernels.front import attention
 from harness.swaps import deepseek
 from harness.swaps.converters import Request, SwapError
@@ -104,7 +104,7 @@ def _run_kernel(
     # SDPA would do: causal, aligned top-left, but for a single query.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and mask is None and query.shape[2] > 1 and previous != "eager"
-    query, key, value = _one_dtype(query, key, value)
+    query, key, value = one_dtype(query, key, value)
     out = attention(
         query,
         key,
@@ -121,14 +121,6 @@ def _run_kernel(
     )
     out, weights = out if wants_weights else (out, None)
     return out.transpose(1, 2).contiguous(), weights  # (B, L, H, D_v)
-
-
-def _one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast a projection comes out narrower than what the rotation gave."""
-    dtype = tensors[0].dtype
-    for t in tensors[1:]:
-        dtype = torch.promote_types(dtype, t.dtype)
-    return [t.to(dtype) for t in tensors]
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:

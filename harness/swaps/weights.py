@@ -55,6 +55,8 @@ def carry_weights(
     """
     old_parameters = dict(old.named_parameters(remove_duplicate=False))  # two names of a tied one are two sources
     for key, source in weights.items():
+        if source.name not in old_parameters:
+            raise ValueError(f"its {source.name} is made from something else (pruning, or an old weight_norm)")
         origin = old_parameters[source.name]
         rows = source.of(origin.detach())
         parameter = origin if source.rows is None else twins.get((id(origin), source))
@@ -107,22 +109,36 @@ def inherit(old: nn.Module, new: nn.Module, *, attributes: bool) -> None:
             own[name] = value
 
 
-def write_back(old: nn.Module, new: nn.Module, weights: Mapping[str, WeightSource]) -> None:
-    """The new module's present weights, gradients and flags, into the old one's parameters."""
+def write_back(
+    old: nn.Module, new: nn.Module, weights: Mapping[str, WeightSource], back: Mapping[str, WeightSource]
+) -> None:
+    """The new module's present weights, gradients and flags, into the old one's parameters.
+
+    `weights` cuts old parameters into new ones, `back` new ones into old.
+    """
     places = {(parameter.device, parameter.dtype) for parameter in new.parameters()}
     if len(places) == 1:  # moved or cast as a whole meanwhile, perhaps: its parameters here follow
         old.to(*places.pop())
     old_parameters = dict(old.named_parameters(remove_duplicate=False))
+    new_parameters = dict(new.named_parameters(remove_duplicate=False))
+    parts: dict[str, list[tuple[nn.Parameter, WeightSource]]] = {}
     for key, source in weights.items():
-        module, name = _owner(new, key)
-        parameter, origin = getattr(module, name), old_parameters[source.name]
-        if parameter is origin:
-            continue
-        with torch.no_grad():
-            source.of(origin).copy_(parameter)
-            if parameter.grad is not None:
-                origin.grad = torch.zeros_like(origin) if origin.grad is None else origin.grad
-                source.of(origin.grad).copy_(parameter.grad)
+        if new_parameters[key] is not old_parameters[source.name]:
+            parts.setdefault(source.name, []).append((new_parameters[key], source))
+    with torch.no_grad():
+        for name, found in parts.items():
+            origin = old_parameters[name]
+            origin.requires_grad_(any(part.requires_grad for part, _ in found))
+            origin.grad = None if all(part.grad is None for part, _ in found) else torch.zeros_like(origin)
+            for part, source in found:
+                source.of(origin).copy_(part)
+                if origin.grad is not None and part.grad is not None:
+                    source.of(origin.grad).copy_(part.grad)
+        for name, source in back.items():
+            origin, packed = old_parameters[name], new_parameters[source.name]
+            origin.requires_grad_(packed.requires_grad)
+            origin.copy_(source.of(packed))
+            origin.grad = None if packed.grad is None else source.of(packed.grad).clone()
     for module in _made(old, new):
         module.training = new.training
 

@@ -252,19 +252,25 @@ class EagerMultiheadAttention(DropInAttention):
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         weights = [state.pop(f"{prefix}{part}.weight") for part in self.PARTS]
+        ours = {f"{part}_weight": weight for part, weight in zip(self.PARTS, weights, strict=True)}
         if self.packs:
-            state[f"{prefix}in_proj_weight"] = torch.cat(weights)
-        else:
-            state.update({f"{prefix}{part}_weight": w for part, w in zip(self.PARTS, weights, strict=True)})
+            ours = {"in_proj_weight": torch.cat(weights)}
         if f"{prefix}q_proj.bias" in state:
-            state[f"{prefix}in_proj_bias"] = torch.cat([state.pop(f"{prefix}{part}.bias") for part in self.PARTS])
+            ours["in_proj_bias"] = torch.cat([state.pop(f"{prefix}{part}.bias") for part in self.PARTS])
+        # In torch's order: these first, then what the other modules of this prefix left.
+        others = {key: state.pop(key) for key in [key for key in state if key.startswith(prefix)]}
+        state.update({f"{prefix}{key}": value for key, value in ours.items()} | others)
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # `load_state_dict` hands this dict on to the children afterwards.
+        errors: list[str] = args[-1]
         for kind in ("weight", "bias"):
             packed = state_dict.pop(f"{prefix}in_proj_{kind}", None)
-            if packed is not None:
+            if packed is not None and packed.shape[0] != 3 * self.embed_dim:
+                found, rows = tuple(packed.shape), 3 * self.embed_dim
+                errors.append(f"size mismatch for {prefix}in_proj_{kind}: {found} in the checkpoint, {rows} rows here")
+            elif packed is not None:
                 for part, rows in zip(self.PARTS, packed.chunk(3), strict=True):
                     state_dict[f"{prefix}{part}.{kind}"] = rows
         for part in self.PARTS:

@@ -15,9 +15,10 @@ class Place:
     layer: str  # full name of the module; "" is the model itself
     call: int = 0  # a module may run several times in one pass
     part: int = 0  # joint attention gives a tensor per stream
+    optional: bool = False  # attention weights: a layer may give them on one side alone
 
     def __str__(self) -> str:
-        part = f"[{self.part}]" if self.part else ""
+        part = " weights" if self.optional else f"[{self.part}]" if self.part else ""
         call = f" (call {self.call + 1})" if self.call else ""
         return f"{self.layer or 'the model'}{part}{call}"
 
@@ -30,9 +31,10 @@ def captured(model: nn.Module, layers: Iterable[str]) -> Iterator[dict[Place, Te
     def hook_of(layer: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             call = calls[layer] = calls.get(layer, -1) + 1
-            for part, tensor in enumerate(_streams(output)):
+            for part, tensor in enumerate(_floating(output)):
+                optional = part > 0 and _outline(tensor) != _outline(_floating(output)[0])
                 # A clone: what follows may add the residual in place.
-                seen[Place(layer, call, part)] = tensor.detach().clone()
+                seen[Place(layer, call, part, optional)] = tensor.detach().clone()
 
         return hook
 
@@ -44,15 +46,14 @@ def captured(model: nn.Module, layers: Iterable[str]) -> Iterator[dict[Place, Te
             handle.remove()
 
 
-def _streams(output: Any) -> list[Tensor]:
-    """The first tensor, and others like it but for their length; not attention weights, which are optional."""
+def _floating(output: Any) -> list[Tensor]:
+    """The streams of hidden states, alike but for their length, and beside them perhaps attention weights."""
     values = [output]
     if isinstance(output, tuple | list):
         values = list(output)
     elif isinstance(output, Mapping):
         values = list(output.values())
-    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    return [t for t in tensors if _outline(t) == _outline(tensors[0])]
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def _outline(tensor: Tensor) -> tuple[int, ...]:

@@ -75,7 +75,9 @@ def _steps(model: nn.Module, family: Family) -> Iterator[list[Tensor]]:
     logits: list[Tensor] = []
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        logits.append(family.output(output)[:, -1].detach().clone())
+        found = family.output(output)
+        assert isinstance(found, Tensor)  # only a family of the library generates, and gives one
+        logits.append(found[:, -1].detach().clone())
 
     handle = model.register_forward_hook(hook)
     try:

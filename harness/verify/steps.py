@@ -1,4 +1,4 @@
-"""`harness.verify`: load, inspect, swap, forward, generate, each with what it found."""
+"""`harness.verify.verify`: load, inspect, swap, forward, generate, each with what it found."""
 
 import logging
 import time
@@ -63,8 +63,14 @@ def verify(
     """
     found = find_kernel(kernel)
     name, load = _subject(target, config or {}, None if path is None else Path(path), inputs)
-    with preserved():
-        return _Run(name, found, seed, on_step, tamper).through(load)
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    flags = [module.training for module in modules]
+    try:
+        with preserved():
+            return _Run(name, found, seed, on_step, tamper).through(load)
+    finally:
+        for module, training in zip(modules, flags, strict=True):
+            module.training = training
 
 
 def _subject(
@@ -207,7 +213,7 @@ class _Run:
 
         try:
             yield end
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # whatever a user's code raises
             if name == "load" and isinstance(error, BadInput):
                 raise  # a config or a checkpoint that is wrong: nothing was verified
             log.debug("%s: %s raised", self.name, name, exc_info=True)
@@ -227,7 +233,7 @@ def not_loaded(name: str, kernel: Kernel, error: BadInput) -> Verification:
     return Verification(name, "", "", kernel.name, steps, _table(name, []))
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """The message; where it is not one of ours, with the line that raised: it may be the user's."""
     if isinstance(error, BadInput | Unsupported | ContractBroken):
         return str(error)

@@ -33,7 +33,7 @@ def _moved_weight(reference: nn.Module, swapped: nn.Module, report: SwapReport) 
     """The first weight or buffer that is not, bit for bit, what it was; every one has a source."""
     sources = report.sources()
     old = {**dict(reference.named_parameters(remove_duplicate=False)), **dict(reference.named_buffers())}
-    new = {**dict(swapped.named_parameters(remove_duplicate=False)), **dict(swapped.named_buffers())}
+    new = {**dict(swapped.named_parameters()), **dict(swapped.named_buffers())}  # shared ones under their first name
     for name, tensor in new.items():
         source = sources.get(name, WeightSource(name))
         if source.name not in old:

@@ -50,7 +50,7 @@ def family_of_model(name: str, model: nn.Module, inputs: Any) -> Family:
         load=lambda path: model,
         inspect=structure_of,
         batches=lambda model, generator: batches,
-        output=_first_tensor,
+        output=_floating_tensors,
         generate=None,
     )
     if known is None:
@@ -99,17 +99,17 @@ def _batches(name: str, inputs: Any) -> Mapping[str, Batch]:
     raise BadInput(f"{name}: its inputs are {type(inputs).__name__}: must be {SHAPES}")
 
 
-def _first_tensor(output: Any) -> Tensor:
-    """The output itself, or the first floating tensor in it."""
+def _floating_tensors(output: Any) -> list[Tensor]:
+    """All that are in the output, which may be one."""
     values: Iterable[Any] = [output]
     if isinstance(output, Mapping):
         values = output.values()
     elif isinstance(output, tuple | list):
         values = output
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    raise TypeError(f"the model returned {type(output).__name__} without a floating-point tensor in it")
+    found = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    if not found:
+        raise FamilyError(f"the model returned {type(output).__name__} without a floating-point tensor in it")
+    return found
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -118,7 +118,7 @@ def structure_of(model: nn.Module) -> Structure:
     if not found:
         libraries = " or ".join(library for library, _ in ADAPTERS)
         kind = type(model).__name__
-        raise ValueError(f"no attention in {kind}: neither nn.MultiheadAttention nor a model of {libraries}")
+        raise FamilyError(f"no attention in {kind}: neither nn.MultiheadAttention nor a model of {libraries}")
     return Structure(
         layers=len({name.rpartition(".")[0] for name in found}),  # two attentions of one decoder layer are one layer
         attentions=len(found),

@@ -1,0 +1,83 @@
+"""Checks that need no reference: a kernel against itself, on small calls in the likeness of a case.
+
+The comparison sees a kernel through a whole module and on the sizes of its cell. These see what that may hide: order of
+keys, neighbours in the batch, memory of earlier calls, strides, dropout, what lies behind a mask.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from harness import masks
+from harness.build import Pair, WatchedKernel
+from harness.equivalence import TensorVerdict
+from harness.kernels.call import Unsupported
+from harness.metamorphic import conduct, relations
+from harness.metamorphic.noise import Finding, noise_of
+from harness.metamorphic.probe import Probe
+from harness.metamorphic.question import make_question
+
+REGIME = "metamorphic"
+
+CHECKS: dict[str, Callable[[Probe], Finding | None]] = {
+    "permuted keys": relations.permuted_keys,
+    "linear in v": relations.linear_in_values,
+    "shifted scores": relations.shifted_scores,
+    "row alone": relations.row_alone,
+    "permuted batch": relations.permuted_batch,
+    "split prefill": relations.split_prefill,
+    "repeated groups": relations.repeated_groups,
+    "views": relations.views,
+    "expanded batch": relations.expanded_batch,
+    "repeated call": conduct.repeated_call,
+    "inputs untouched": conduct.inputs_untouched,
+    "dropout": conduct.dropout,
+    "delegation": conduct.delegation,
+    "dead rows": conduct.dead_rows,
+    "hidden NaN": conduct.hidden_nan,
+}
+
+
+@torch.no_grad()  # as a decorator: a `with` would hold between two verdicts, in the caller's own code
+def verdicts(pair: Pair, *, seed: int) -> Iterator[TensorVerdict]:
+    """One for each check that applies; `skipped` where the kernel refuses a call that its case does not make."""
+    try:
+        probe = make_probe(pair, seed=seed)
+    except Unsupported as refusal:
+        yield _verdict("small call", Finding("skipped", str(refusal)))
+        return
+    for name, check in CHECKS.items():
+        try:
+            finding = check(probe)
+        except Unsupported as refusal:
+            finding = Finding("skipped", str(refusal))
+        if finding is not None:
+            yield _verdict(name, finding)
+
+
+def make_probe(pair: Pair, *, seed: int) -> Probe:
+    case = pair.case
+    # A watch of its own: calls made here must not hide that the module never makes any.
+    kernel = WatchedKernel(pair.watch.kernel).as_kernel()
+    generator = torch.Generator().manual_seed(seed)
+    whole = make_question(case, generator)
+    noise, L = noise_of(whole, generator), whole.q.shape[2]
+    start = L - 1 if case.phase == "decode" else 0
+    question = whole.rows(start, L)
+    first = question.ask(kernel)
+    return Probe(
+        kernel=kernel,
+        rule=masks.MASKS[case.mask],
+        phase=case.phase,
+        seed=seed,
+        whole=whole,
+        whole_noise=noise,
+        question=question,
+        noise=noise.rows(start, L),
+        first=first,
+        answer=first.clone(),
+    )
+
+
+def _verdict(check: str, finding: Finding) -> TensorVerdict:
+    return TensorVerdict(tensor=f"check: {check}", regime=REGIME, **vars(finding))
