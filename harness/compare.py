@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from harness import metamorphic
 from harness.build import Pair, Side, jitter
-from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, judge
+from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, Yardstick
 from harness.regimes import Inputs, make_inputs
 from harness.swaps.weights import WeightSource
 from harness.timing import Stopwatch
@@ -19,6 +20,7 @@ from harness.timing import Stopwatch
 HALF = ("bfloat16", "float16")
 # The most sensitive regime: a scale wrong by 1e-3 stands at 450 N and more in it, at 30 N in peaked and offset.
 SHADOW_REGIME = "plain"
+IN_FLOAT32 = " (in float32)"  # ends the name of a shadow's tensor
 
 
 @contextmanager
@@ -64,6 +66,27 @@ class Expected:
     cotangent: Tensor
     references: list[dict[str, Any]]
     goldens: list[dict[str, Any]]
+    yardsticks: dict[tuple[str, WeightSource], Yardstick] = field(default_factory=dict)  # made when first asked for
+
+    def yardstick(self, name: str, source: WeightSource) -> Yardstick:
+        """For a candidate's tensor `name`, which is `source` of the reference's."""
+        if (name, source) not in self.yardsticks:
+            self.yardsticks[name, source] = self._make_yardstick(name, source)
+        return self.yardsticks[name, source]
+
+    def _make_yardstick(self, name: str, source: WeightSource) -> Yardstick:
+        is_gradient = name.startswith("grad ")
+        key = f"grad {source.name}" if is_gradient else name
+        may_differ, poisoned = None, self.inputs.poisoned
+        if poisoned is not None:
+            rows = poisoned[..., None] if name == "out" else poisoned[:, None, :, None]
+            may_differ = rows.expand(self.references[0][key].shape)
+        return Yardstick.of(
+            [source.of(draw[key]) for draw in self.references],
+            [source.of(draw[key]) for draw in self.goldens],
+            may_differ=may_differ,
+            is_gradient=is_gradient,
+        )
 
 
 class Referee:
@@ -98,12 +121,23 @@ class Referee:
             return
         c = self._run_candidate(pair, expected)
         with one_thread():
-            yield from _judge_all(pair, expected.inputs, c, expected.references, expected.goldens)
+            yield from _judge_all(pair, expected, c)
 
     def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
-        """Everything that is compared, one by one: who looks for the first failure alone may stop there."""
-        for regime in self.regimes:
+        """Everything that is compared, one by one: who looks for the first failure alone may stop there.
+
+        The cheap checks without a reference come early for that reason.
+        """
+        for place, regime in enumerate(self.regimes):
             yield from self.judge(pair, regime)
+            if place == 0:
+                yield from metamorphic.verdicts(pair, seed=self._seed)
+        if self._shadow is not None:
+            yield from self._shadow.examine(pair.in_float32())
+
+    def glance(self, pair: Pair) -> Iterator[TensorVerdict]:
+        """The most sensitive part: the first regime, and in half precision its shadow."""
+        yield from self.judge(pair, self.regimes[0])
         if self._shadow is not None:
             yield from self._shadow.examine(pair.in_float32())
 
@@ -143,13 +177,17 @@ class ShadowReferee(Referee):
         super().__init__(pair, [regime], seed=half._seed, poison=half._poison, stopwatch=half._stopwatch)
         self._half = half
 
+    def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
+        """In its one regime; the checks without a reference are the cell's own."""
+        return self.judge(pair, self.regimes[0])
+
     def judge(self, pair: Pair, regime: str) -> Iterator[TensorVerdict]:
         try:
             verdicts = list(super().judge(pair, regime))
         except _NoFloat32 as refusal:
             reason = f"the kernel does not run in float32: {refusal}"
             verdicts = [TensorVerdict("out", regime, "skipped", reason)]
-        yield from [replace(v, tensor=f"{v.tensor} (in float32)", is_shadow=True) for v in verdicts]
+        yield from [replace(v, tensor=v.tensor + IN_FLOAT32, is_aside=True) for v in verdicts]
 
     def _run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
         try:
@@ -174,7 +212,7 @@ def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: St
     referee = Referee(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
     pair.watch.calls = 0  # those of the comparison alone: what it bypasses, weighing may have called
     verdicts = tuple(referee.examine(pair))
-    if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_shadow):
+    if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
         raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
     return Equivalence(verdicts)
 
@@ -184,28 +222,13 @@ def golden_outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict
         return outputs(pair, side, x.double(), cotangent.double())
 
 
-def _judge_all(
-    pair: Pair, inputs: Inputs, c: dict[str, Any], r: list[dict[str, Any]], g: list[dict[str, Any]]
-) -> Iterator[TensorVerdict]:
+def _judge_all(pair: Pair, expected: Expected, c: dict[str, Any]) -> Iterator[TensorVerdict]:
     sources = pair.swap_report.sources()
     for name, candidate in c.items():
-        source, key = WeightSource(name), name
+        source = WeightSource(name)
         if name.startswith("grad "):
             source = sources.get(name.removeprefix("grad "), WeightSource("x"))
-            key = f"grad {source.name}"
-        may_differ = None
-        if inputs.poisoned is not None:
-            rows = inputs.poisoned[..., None] if name == "out" else inputs.poisoned[:, None, :, None]
-            may_differ = rows.expand(r[0][key].shape)
-        yield judge(
-            name,
-            candidate,
-            [source.of(draw[key]) for draw in r],
-            [source.of(draw[key]) for draw in g],
-            regime=inputs.regime,
-            may_differ=may_differ,
-            is_gradient=name.startswith("grad "),
-        )
+        yield expected.yardstick(name, source).judge(name, candidate, regime=expected.inputs.regime)
 
 
 def outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def weigh(pair: Pair) -> dict[str, Any]:
 
 def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
     worst = equivalence.worst
-    gradients = [v.max_abs_err for v in equivalence.verdicts if v.tensor.startswith("grad ") and not v.is_shadow]
+    gradients = [v.max_abs_err for v in equivalence.verdicts if v.tensor.startswith("grad ") and not v.is_aside]
     return {
         "max_abs_err": worst.max_abs_err,
         "mean_abs_err": worst.mean_abs_err,

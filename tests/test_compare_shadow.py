@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.build import build_pair
 from harness.case import Case
-from harness.compare import Referee, compare_pair
+from harness.compare import IN_FLOAT32, Referee, compare_pair
 from harness.document import REGIMES, Timing
 from harness.equivalence import Equivalence, TensorVerdict
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
@@ -48,7 +48,7 @@ def record(run: Run | str = "eager", *, regimes: tuple[str, ...] = REGIMES, **ax
 
 
 def shadows(found: Record) -> list[dict[str, Any]]:
-    return [row for row in found.equivalence if row["is_shadow"]]
+    return [row for row in found.equivalence if row["tensor"].endswith(IN_FLOAT32)]
 
 
 def scaled_by(factor: float) -> Run:
@@ -86,7 +86,7 @@ def test_right_kernels_are_ok_and_really_compared(kernel: str, axes: dict[str, A
     assert {row["status"] for row in rows} == {"ok"}
     assert {row["regime"] for row in rows} == {"plain"}
     # Everything that the cell compares, and nothing else.
-    plain = [row for row in found.equivalence if row["regime"] == "plain" and not row["is_shadow"]]
+    plain = [row for row in found.equivalence if row["regime"] == "plain" and not row["is_aside"]]
     assert [row["tensor"] for row in rows] == [f"{row['tensor']} (in float32)" for row in plain]
     for row, half in zip(rows, plain, strict=True):
         assert 0 < row["err_budget"] < 1e-2 * half["err_budget"]
@@ -100,7 +100,7 @@ def test_a_scale_that_half_precision_hides_is_a_mismatch(factor: float, axes: di
     assert found.status == "mismatch"
     assert found.worst_tensor is not None and found.worst_tensor.endswith(" (in float32)")
     assert found.error is not None and found.error.startswith(f"{found.worst_tensor} in regime plain: error is ")
-    assert "mismatch" not in {row["status"] for row in found.equivalence if not row["is_shadow"]}
+    assert "mismatch" not in {row["status"] for row in found.equivalence if not row["is_aside"]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -149,7 +149,7 @@ def test_a_failure_of_the_reference_in_float32_is_not_taken_for_the_kernels():
 @pytest.mark.parametrize("axes", [{}, {"phase": "train"}], ids=str)
 def test_the_columns_of_a_passing_cell_are_those_of_its_own_dtype(axes: dict[str, Any], dtype: str):
     found = record(dtype=dtype, regimes=("plain",), **axes)
-    own = [row for row in found.equivalence if not row["is_shadow"]]
+    own = [row for row in found.equivalence if not row["is_aside"]]
     worst = max(own, key=lambda row: row["err_ratio"])
     assert (found.worst_tensor, found.err_ratio) == (worst["tensor"], worst["err_ratio"])
     assert (found.max_abs_err, found.err_budget) == (worst["max_abs_err"], worst["err_budget"])
@@ -167,8 +167,8 @@ def test_gradients_that_are_wrong_in_float32_alone_stay_out_of_the_column():
     assert found.grad_max_abs_err == own.grad_max_abs_err
 
 
-def verdict(status: str, ratio: float, *, is_shadow: bool) -> TensorVerdict:
-    return TensorVerdict("out", "plain", status, err_ratio=ratio, is_shadow=is_shadow)
+def verdict(status: str, ratio: float, *, is_aside: bool) -> TensorVerdict:
+    return TensorVerdict("out", "plain", status, err_ratio=ratio, is_aside=is_aside)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def verdict(status: str, ratio: float, *, is_shadow: bool) -> TensorVerdict:
     ],
 )
 def test_a_shadow_speaks_for_its_cell_only_where_it_is_what_fails(half: str, shadow: str, shadow_speaks: bool):
-    found = Equivalence((verdict(half, 0.5, is_shadow=False), verdict(shadow, 0.9, is_shadow=True)))
-    assert found.worst.is_shadow == shadow_speaks
+    found = Equivalence((verdict(half, 0.5, is_aside=False), verdict(shadow, 0.9, is_aside=True)))
+    assert found.worst.is_aside == shadow_speaks
 
 
 def test_a_shadow_alone_proves_nothing_about_the_cell():
@@ -198,7 +198,8 @@ def test_a_shadow_alone_proves_nothing_about_the_cell():
 
     pair = dataclasses.replace(pair, reference=dataclasses.replace(pair.reference, forward=overflows))
     verdicts = list(Referee(pair, ["plain"], seed=0, poison=None).examine(pair))
-    assert [(v.status, v.is_shadow) for v in verdicts] == [("skipped", False), ("ok", True)]
+    assert [(v.status, v.is_aside) for v in verdicts[:2]] == [("skipped", False), ("ok", True)]
+    assert all(v.is_aside for v in verdicts[1:])
     with pytest.raises(ArithmeticError, match="none of plain can be judged"):
         compare_pair(pair, ["plain"], seed=0, stopwatch=Stopwatch())
 
@@ -230,9 +231,9 @@ def test_the_kernel_is_shared_and_its_calls_are_counted_apart():
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
             return eager(q, k, v, call)
 
-    pair = build_pair(case(), Kernel("own", Own(), gives_weights=True, shielded=False), 0)
+    pair = build_pair(case(), Kernel("own", Own(), gives_weights=True, shielded=False, origin="a test"), 0)
     verdicts = list(Referee(pair, ["plain"], seed=0, poison=None).examine(pair))
-    assert {v.status for v in verdicts if v.is_shadow} == {"ok"}
+    assert {v.status for v in verdicts if v.is_aside} == {"ok"}
     assert pair.watch.calls == 1
 
 
@@ -245,5 +246,5 @@ def test_without_the_plain_regime_the_first_one_is_compared():
 def test_the_shadow_changes_no_number_of_the_cell():
     pair = build_pair(case(), find_kernel("eager"), 0)
     alone, beside = (Referee(pair, REGIMES, seed=0, poison=None) for _ in range(2))
-    verdicts = [v for v in beside.examine(pair) if not v.is_shadow]
+    verdicts = [v for v in beside.examine(pair) if not v.is_aside]
     assert verdicts == [v for regime in REGIMES for v in alone.judge(pair, regime)]

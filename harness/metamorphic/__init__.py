@@ -23,6 +23,7 @@ CHECKS: dict[str, Callable[[Probe], Finding | None]] = {
     "permuted keys": relations.permuted_keys,
     "linear in v": relations.linear_in_values,
     "shifted scores": relations.shifted_scores,
+    "large scores": relations.large_scores,
     "row alone": relations.row_alone,
     "permuted batch": relations.permuted_batch,
     "split prefill": relations.split_prefill,
@@ -80,4 +81,4 @@ def make_probe(pair: Pair, *, seed: int) -> Probe:
 
 
 def _verdict(check: str, finding: Finding) -> TensorVerdict:
-    return TensorVerdict(tensor=f"check: {check}", regime=REGIME, **vars(finding))
+    return TensorVerdict(tensor=f"check: {check}", regime=REGIME, is_aside=True, **vars(finding))

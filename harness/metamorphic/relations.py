@@ -9,6 +9,7 @@ from harness.metamorphic.noise import Finding, judge_relation, noise_of
 from harness.metamorphic.probe import Probe
 from harness.metamorphic.question import Question
 
+LARGE = (100.0, 800.0)  # added to scores: beyond what exp can take in float32, and in float64; exact in half types
 SHIFT = 16.0  # added to every channel of every key: exact in bfloat16 for keys on the grid of `make_question`
 
 
@@ -36,6 +37,20 @@ def shifted_scores(probe: Probe) -> Finding | None:
     question = probe.question.but(k=probe.question.k + SHIFT)
     noise = probe.noise + noise_of(question, probe.generator())
     return judge_relation(question.ask(probe.kernel), probe.answer, noise)
+
+
+def large_scores(probe: Probe) -> Finding | None:
+    """A constant added to every score changes nothing, also where its exponential alone would be infinite."""
+    question = probe.question.densely_masked()
+    mask, dtype = question.mask, question.q.dtype
+    if mask is not None and mask.is_floating_point():
+        return None  # half precision would round the mask's own values beside the constant
+    constant = torch.tensor(LARGE[dtype == torch.float64], dtype=dtype)
+    L, S = question.q.shape[2], question.k.shape[2]
+    added = constant.expand(L, S) if mask is None else torch.where(mask, constant, float("-inf"))
+    shifted = question.but(mask=added[(None,) * (4 - added.ndim)])
+    noise = probe.noise + noise_of(shifted, probe.generator())
+    return judge_relation(shifted.ask(probe.kernel), probe.answer, noise)
 
 
 def row_alone(probe: Probe) -> Finding | None:

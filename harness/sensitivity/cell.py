@@ -63,8 +63,13 @@ class Cell:
             for verdict in self.referee.examine(pair):
                 verdicts.append(verdict)
                 yield verdict
-            if verdicts:
+            if not all(verdict.is_aside for verdict in verdicts):
                 yield from self._counts(pair, Equivalence(tuple(verdicts)))
+
+    def glance(self, pair: Pair) -> Generator[TensorVerdict]:
+        """What is most sensitive to a wrong number, alone."""
+        with preserved():
+            yield from self.referee.glance(pair)
 
     def _counts(self, pair: Pair, equivalence: Equivalence) -> Iterator[TensorVerdict]:
         """What a run holds to a formula, where that is worse than all tensors."""

@@ -124,14 +124,6 @@ def products_summed(p: Problem) -> Tensor:
     return p.finish((p.q[..., :, None, :] * p.k[..., None, :, :]).sum(-1) * p.scale)
 
 
-def fused_bias(p: Problem) -> Tensor:
-    """Scale and bias inside the matrix product, as epilogues do it."""
-    bias = torch.zeros((), dtype=p.q.dtype) if p.bias is None else p.bias
-    flat = [t.flatten(0, 1) for t in (bias.expand(p.hidden.shape), p.q, p.k.mT)]
-    scores = torch.baddbmm(*flat, alpha=p.scale).view(p.hidden.shape)
-    return scores.masked_fill(p.hidden, float("-inf"))
-
-
 def multiply_add(p: Problem) -> Tensor:
     """One channel after the other on the sum so far, even ones first."""
     scores, channels = torch.zeros(p.hidden.shape, dtype=p.q.dtype), range(p.q.shape[-1])
@@ -313,7 +305,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
 
 for _score in (scale_on_queries, scale_on_keys, scale_split, scale_on_scores, channels_backwards, products_summed):
     dense(_score.__name__, _score)
-for _score in (fused_bias, multiply_add, halves_of_channels):
+for _score in (multiply_add, halves_of_channels):
     dense(_score.__name__, _score)
 dense("base_two", scale_on_queries, base_two)
 dense("log_space", scale_on_queries, log_space)

@@ -7,6 +7,7 @@ from contextlib import closing
 
 from harness.build import Pair
 from harness.case import Case
+from harness.compare import IN_FLOAT32
 from harness.saboteurs.saboteur import Saboteur
 from harness.sensitivity.cell import Cell
 from harness.sensitivity.result import ERROR, NOT_APPLICABLE, SURVIVED, CellResult, Finding
@@ -49,9 +50,9 @@ def first_kill(name: str, cell: Cell, pair: Pair, *, explanation: str | None = N
         with closing(cell.examine(pair)) as verdicts:  # stopped early, it must put global state back at once
             for verdict in verdicts:
                 if verdict.status not in PASSING:
-                    by = f"{verdict.regime}, in float32" if verdict.is_shadow else verdict.regime
+                    by = f"{verdict.regime}, in float32" if verdict.tensor.endswith(IN_FLOAT32) else verdict.regime
                     return Finding(name, verdict.status, by, verdict.tensor, verdict.err_ratio, verdict.reason)
-                if verdict.err_ratio is not None:
+                if verdict.err_ratio is not None and not verdict.is_aside:
                     largest = max(verdict.err_ratio, largest or 0.0)
     except MemoryError:
         raise  # the machine's, not the candidate's
