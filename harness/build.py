@@ -84,6 +84,10 @@ class ContractBroken(Exception):
     """The kernel returned the wrong thing, or wrote into its inputs."""
 
 
+class WrongDtype(ContractBroken):
+    """The kernel answered in another dtype than it was asked in."""
+
+
 class WatchedKernel:
     """Counts a kernel's calls and, while `checking` (always but when timing), sees to it that the contract is kept."""
 
@@ -104,7 +108,8 @@ class WatchedKernel:
             raise ContractBroken(f"kernel returned {type(out).__name__} instead of a tensor")
         expected = (*q.shape[:3], v.shape[3])
         if out.shape != expected or out.dtype != q.dtype:
-            raise ContractBroken(f"kernel returned {tuple(out.shape)} {out.dtype} instead of {expected} {q.dtype}")
+            kind = WrongDtype if out.shape == expected else ContractBroken
+            raise kind(f"kernel returned {tuple(out.shape)} {out.dtype} instead of {expected} {q.dtype}")
         for name, tensor in inputs.items():
             old, new = before[name], tensor.detach()
             # NaN is not equal to itself, and poisoned inputs hold some; most do not, and one pass tells.

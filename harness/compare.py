@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness import metamorphic
-from harness.build import Pair, Side, jitter
+from harness.build import ContractBroken, Pair, Side, WrongDtype, jitter
 from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, Yardstick
 from harness.regimes import Inputs, make_inputs
 from harness.swaps.weights import WeightSource
@@ -192,6 +192,10 @@ class ShadowReferee(Referee):
     def _run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
         try:
             return super()._run_candidate(pair, expected)
+        except ContractBroken as failure:
+            if not isinstance(failure, WrongDtype):
+                raise
+            raise _NoFloat32(str(failure)) from failure
         except Exception as failure:  # a kernel for half precision alone owes nothing here, however it says so
             raise _NoFloat32(f"{type(failure).__name__}: {failure}") from failure
 

@@ -22,7 +22,7 @@ from harness.kernels.front import find_kernel
 from harness.measure import measure
 from harness.record import COLUMNS, STATUSES, Record
 from harness.specs import VARIANTS
-from harness.timing import Stopwatch
+from harness.timing import Stopwatch, interleave
 from harness.variants.gqa import GroupedQueryAttention
 from tests import wrong_kernels
 
@@ -272,19 +272,17 @@ def test_a_mismatch_keeps_its_numbers():
 
 def test_a_kernel_that_fails_only_while_it_is_timed(monkeypatch: pytest.MonkeyPatch):
     timing = []
-    honest = harness.measure.interleave
 
-    def interleave(*arguments: Any, **options: Any) -> Any:
+    def noted(*arguments: Any, **options: Any) -> Any:
         timing.append(True)
-        return honest(*arguments, **options)
+        return interleave(*arguments, **options)
 
     def tires(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if timing:
             raise RuntimeError("tired")
         return F.scaled_dot_product_attention(q, k, v, **options)
 
-    monkeypatch.setattr(harness.measure, "interleave", interleave)
-
+    monkeypatch.setattr("harness.measure.interleave", noted)
     found = record(tires, timing=BRIEF)
     assert found.status == "error"
     assert found.error is not None and "tired" in found.error

@@ -122,7 +122,16 @@ def test_noise_has_a_part_for_rounding_and_one_for_conditioning(dtype: str) -> N
 
 def last_partial_tile_dropped(q, k, v, call):
     S = k.shape[2] // 16 * 16
-    return eager(q, k[:, :, :S], v[:, :, :S], call)
+    mask = None if call.mask is None else call.mask[..., :S]
+    return eager(q, k[:, :, :S], v[:, :, :S], dataclasses.replace(call, mask=mask))
+
+
+def no_maximum_subtracted(q, k, v, call):
+    scores = q * call.scale @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    if call.bias is not None:
+        scores = scores + call.bias
+    raised = scores.exp()
+    return raised / raised.sum(-1, keepdim=True) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), None
 
 
 def values_clamped(q, k, v, call):
@@ -229,6 +238,7 @@ def dead_rows_with_gradient(q, k, v, call):
 WRONG: dict[str, tuple[Kernel, dict[str, object], set[str]]] = {
     "last partial tile dropped": (wrong(last_partial_tile_dropped), {}, {"permuted keys"}),
     "values clamped": (wrong(values_clamped), {}, {"linear in v"}),
+    "no maximum subtracted": (wrong(no_maximum_subtracted), {"mask": "none"}, {"large scores", "dropout"}),
     "scores capped": (wrong(scores_capped), {}, {"shifted scores"}),
     "neighbours mixed": (wrong(neighbours_mixed), {}, {"row alone", "expanded batch"}),
     "second row scaled": (wrong(second_row_scaled), {}, {"row alone", "permuted batch", "expanded batch"}),
@@ -330,17 +340,32 @@ def test_a_refused_call_is_skipped_unless_it_is_the_first() -> None:
 
     verdicts = found(wrong(only_causal), mask="causal")
     skipped = {name: v.reason for name, v in verdicts.items() if v.status == "skipped"}
-    assert skipped == {"permuted keys": "no masks", "dead rows": "no masks"}
+    assert skipped == {"permuted keys": "no masks", "large scores": "no masks", "dead rows": "no masks"}
 
     kernel = find_kernel("tests.wrong_kernels:refuses")
     assert [(n, v.status) for n, v in found(kernel).items()] == [("small call", "skipped")]
 
 
 def test_what_a_kernel_raises_comes_out() -> None:
+    raising = find_kernel("tests.wrong_kernels:raises")
     with pytest.raises(RuntimeError, match="no such tile"):
-        found(find_kernel("tests.wrong_kernels:raises"))
+        found(dataclasses.replace(raising, origin="harness"))
+    # A user's kernel may refuse what its own case does not ask for, and in whatever way.
+    (refused,) = found(raising).values()
+    assert refused.status == "skipped" and "RuntimeError: no such tile" in refused.reason
     with pytest.raises(ContractBroken, match="wrote into its input q"):
         found(find_kernel("tests.wrong_kernels:writes_q"))
+
+
+def test_a_users_kernel_may_refuse_dropout_in_its_own_way() -> None:
+    def no_dropout(q, k, v, dropout_p=0.0, **options):
+        if dropout_p:
+            raise NotImplementedError("no dropout")
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    verdicts = found(find_kernel(no_dropout))
+    assert verdicts["dropout"].status == "skipped" and "no dropout" in verdicts["dropout"].reason
+    assert {v.status for n, v in verdicts.items() if n != "dropout"} == {"ok"}
 
 
 def test_worse_rounding_is_degraded_not_a_mismatch() -> None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from harness import masks
-from harness.build import Pair, WatchedKernel
+from harness.build import ContractBroken, Pair, WatchedKernel
 from harness.equivalence import TensorVerdict
 from harness.kernels.call import Unsupported
 from harness.metamorphic import conduct, relations
 from harness.metamorphic.noise import Finding, noise_of
-from harness.metamorphic.probe import Probe
+from harness.metamorphic.probe import BUILT_IN, Probe
 from harness.metamorphic.question import make_question
 
 REGIME = "metamorphic"
@@ -42,18 +42,28 @@ CHECKS: dict[str, Callable[[Probe], Finding | None]] = {
 @torch.no_grad()  # as a decorator: a `with` would hold between two verdicts, in the caller's own code
 def verdicts(pair: Pair, *, seed: int) -> Iterator[TensorVerdict]:
     """One for each check that applies; `skipped` where the kernel refuses a call that its case does not make."""
+    built_in = pair.watch.kernel.origin in BUILT_IN
     try:
         probe = make_probe(pair, seed=seed)
-    except Unsupported as refusal:
-        yield _verdict("small call", Finding("skipped", str(refusal)))
+    except Exception as failure:
+        yield _verdict("small call", _refusal(failure, built_in))
         return
     for name, check in CHECKS.items():
         try:
             finding = check(probe)
-        except Unsupported as refusal:
-            finding = Finding("skipped", str(refusal))
+        except Exception as failure:
+            finding = _refusal(failure, built_in)
         if finding is not None:
             yield _verdict(name, finding)
+
+
+def _refusal(failure: Exception, built_in: bool) -> Finding:
+    """A user's kernel may refuse, in whatever way, calls that its case does not make; ours say `Unsupported`."""
+    if isinstance(failure, Unsupported):
+        return Finding("skipped", str(failure))
+    if built_in or isinstance(failure, ContractBroken | MemoryError):
+        raise failure
+    return Finding("skipped", f"{type(failure).__name__}: {failure}")
 
 
 def make_probe(pair: Pair, *, seed: int) -> Probe:

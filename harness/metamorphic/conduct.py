@@ -87,7 +87,8 @@ def dropout(probe: Probe) -> Finding | None:
 def delegation(probe: Probe) -> Finding | None:
     """A built-in kernel that calls torch's attention would be compared with itself, unless it says so."""
     spy = _Spy()
-    with spy:
+    # A compiled kernel runs uncompiled here: dynamo would trace the spy along with it.
+    with torch.compiler.set_stance("force_eager"), spy:
         probe.question.ask(probe.kernel)
     if not spy.seen:
         return OK
