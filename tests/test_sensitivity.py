@@ -139,8 +139,14 @@ def test_a_wrong_kernel_is_killed_by_the_first_regime_and_tensor_that_sees_it(ce
     assert found.err_ratio is not None and found.err_ratio > 32
 
 
-def test_what_plain_inputs_hide_is_killed_by_the_regime_that_shows_it(cell: Cell):
-    assert fate(cell, kernel=kernel("it", overflows)).by == "peaked"
+def test_what_plain_inputs_hide_is_killed_by_what_shows_it(cell: Cell):
+    found = fate(cell, kernel=kernel("it", overflows))
+    assert (found.by, found.tensor) == ("metamorphic", "check: shifted scores")
+
+    def large_queries_clipped(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        return eager(q.clamp(-8, 8), k, v, call)
+
+    assert fate(cell, kernel=kernel("it", large_queries_clipped)).by == "peaked"
 
 
 def test_a_small_error_is_degraded_and_not_a_mismatch(cell: Cell):

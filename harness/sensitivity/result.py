@@ -47,7 +47,7 @@ class CellResult:
 
     @property
     def regimes_needed(self) -> tuple[str, ...]:
-        """A set that suffices here: each saw a saboteur that the first regime, the checks and what came before let by."""
+        """A set that suffices here: each saw a saboteur that those tried before it let by."""
         found = dict.fromkeys(f.by for f in self.findings if f.outcome in (MISMATCH, DEGRADED) and f.by is not None)
         return tuple(sorted(found, key=lambda by: REGIMES.index(by) if by in REGIMES else len(REGIMES)))
 
