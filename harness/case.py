@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 PHASES = ("prefill", "decode", "train")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+HALF = ("bfloat16", "float16")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

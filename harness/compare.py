@@ -12,12 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness import metamorphic
 from harness.build import ContractBroken, Pair, Side, WrongDtype, jitter
+from harness.case import HALF
 from harness.equivalence import JITTER_DRAWS, Equivalence, TensorVerdict, Yardstick
 from harness.regimes import Inputs, make_inputs
 from harness.swaps.weights import WeightSource
 from harness.timing import Stopwatch
 
-HALF = ("bfloat16", "float16")
 # The most sensitive regime: a scale wrong by 1e-3 stands at 450 N and more in it, at 30 N in peaked and offset.
 SHADOW_REGIME = "plain"
 IN_FLOAT32 = " (in float32)"  # ends the name of a shadow's tensor
@@ -74,19 +74,19 @@ class Expected:
             self.yardsticks[name, source] = self._make_yardstick(name, source)
         return self.yardsticks[name, source]
 
+    def draws(self, name: str, source: WeightSource) -> tuple[list[Tensor], list[Tensor]]:
+        """Of reference and golden, what a candidate's tensor `name` is compared with; the plain draw first."""
+        key = f"grad {source.name}" if name.startswith("grad ") else name
+        references, goldens = ([source.of(draw[key]) for draw in side] for side in (self.references, self.goldens))
+        return references, goldens
+
     def _make_yardstick(self, name: str, source: WeightSource) -> Yardstick:
-        is_gradient = name.startswith("grad ")
-        key = f"grad {source.name}" if is_gradient else name
+        references, goldens = self.draws(name, source)
         may_differ, poisoned = None, self.inputs.poisoned
         if poisoned is not None:
             rows = poisoned[..., None] if name == "out" else poisoned[:, None, :, None]
-            may_differ = rows.expand(self.references[0][key].shape)
-        return Yardstick.of(
-            [source.of(draw[key]) for draw in self.references],
-            [source.of(draw[key]) for draw in self.goldens],
-            may_differ=may_differ,
-            is_gradient=is_gradient,
-        )
+            may_differ = rows.expand(references[0].shape)
+        return Yardstick.of(references, goldens, may_differ=may_differ, is_gradient=name.startswith("grad "))
 
 
 class Referee:
@@ -227,12 +227,16 @@ def golden_outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict
 
 
 def _judge_all(pair: Pair, expected: Expected, c: dict[str, Any]) -> Iterator[TensorVerdict]:
-    sources = pair.swap_report.sources()
     for name, candidate in c.items():
-        source = WeightSource(name)
-        if name.startswith("grad "):
-            source = sources.get(name.removeprefix("grad "), WeightSource("x"))
-        yield expected.yardstick(name, source).judge(name, candidate, regime=expected.inputs.regime)
+        yardstick = expected.yardstick(name, source_of(pair, name))
+        yield yardstick.judge(name, candidate, regime=expected.inputs.regime)
+
+
+def source_of(pair: Pair, name: str) -> WeightSource:
+    """Where the reference has what the candidate calls `name`: of a parameter's gradient, perhaps some rows."""
+    if not name.startswith("grad "):
+        return WeightSource(name)
+    return pair.swap_report.sources().get(name.removeprefix("grad "), WeightSource("x"))
 
 
 def outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:

@@ -191,11 +191,14 @@ class Yardstick:
         block_floor = slack * (r + jitter + u * (size.max() if self.is_gradient else size))
         r_mean, jitter_mean, size_mean = (total / elements for total in self.sums)
         mean_limit = MEAN_FACTOR * r_mean + jitter_mean + u * size_mean
-        ratio = float(_ratio(worst, floor))
-        block_ratio = float(_ratio(c, block_floor).max())
-        mean_ratio = float(_ratio(*torch.tensor([c_sum / elements, mean_limit], dtype=torch.float64)))
+        ratio = float(ratio_to(worst, floor))
+        block_ratio = float(ratio_to(c, block_floor).max())
+        mean_ratio = float(ratio_to(*torch.tensor([c_sum / elements, mean_limit], dtype=torch.float64)))
         by_mean = elements >= MEAN_ELEMENTS and not self.is_gradient
-        status, reason = _decide(ratio, block_ratio, mean_ratio if by_mean else 0.0)
+        status, reason = decide(ratio, block_ratio, mean_ratio if by_mean else 0.0), ""
+        if status != "ok":
+            mean = f"{mean_ratio if by_mean else 0.0:.3g} of its limit"
+            reason = f"error is {ratio:.3g} N (worst block {block_ratio:.3g} N, mean {mean})"
         overflows = 0 if self.overflow is None else int(self.overflow.sum())
         if status == "ok" and overflows:
             # An infinite noise floor would pass anything: the rest agrees, but the whole cannot be called equal.
@@ -246,7 +249,7 @@ class Yardstick:
             maxima.append(largest)
             total += float(error.sum())
             size = g.abs().clamp_(min=torch.finfo(self.dtype).tiny)
-            relative = max(relative, float(_ratio(error, size).max()))
+            relative = max(relative, float(ratio_to(error, size).max()))
         return torch.cat(maxima), total, relative, misplaced
 
     def _misplaced(self, c: Tensor, g: Tensor, part: slice) -> int:
@@ -292,16 +295,13 @@ def _measure_chunk(tensors: list[Tensor], may_differ: Tensor | None, dtype: torc
     return (*rows, not_finite, overflow, open_places, float(r_sum), float(jitter.sum()), float(size.sum()))
 
 
-def _decide(ratio: float, block_ratio: float, mean_ratio: float) -> tuple[str, str]:
-    found = f"error is {ratio:.3g} N (worst block {block_ratio:.3g} N, mean {mean_ratio:.3g} of its limit)"
+def decide(ratio: float, block_ratio: float, mean_ratio: float = 0.0) -> str:
     if ratio <= OK_FACTOR and block_ratio <= BLOCK_FACTOR and mean_ratio <= 1.0:
-        return "ok", ""
-    if ratio <= DEGRADED_FACTOR and block_ratio <= 2 * DEGRADED_FACTOR:
-        return "degraded", found
-    return "mismatch", found
+        return "ok"
+    return "degraded" if ratio <= DEGRADED_FACTOR and block_ratio <= 2 * DEGRADED_FACTOR else "mismatch"
 
 
-def _ratio(value: Tensor, limit: Tensor) -> Tensor:
+def ratio_to(value: Tensor, limit: Tensor) -> Tensor:
     """value / limit, with 0/0 = 0: exact where exactness is asked for."""
     return torch.where(value == 0, torch.zeros_like(value), value / limit)
 

@@ -65,14 +65,7 @@ class RunFolder:
             path = new_folder(results_root, slug(suite_name))
         else:
             path = Path(out)
-            if path.exists() and not path.is_dir():
-                raise StoreError(f"{path} is a file; --out needs a folder")
-            path.mkdir(parents=True, exist_ok=True)
-        try:
-            # Exclusive creation claims the folder: of two runs started at once, one is refused.
-            (path / RECORDS).open("xb").close()
-        except FileExistsError:
-            raise StoreError(f"{path} already holds {RECORDS} of another run; give another --out or move it") from None
+        claim(path, RECORDS)
         _sync_folder(path)
         if out is None:
             _point(results_root / LATEST, path.name)
@@ -165,6 +158,17 @@ def write_atomically(path: Path, data: bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def claim(path: Path, records: str) -> None:
+    """Makes the folder if need be, and its records file: of two runs started at once, one is refused."""
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"{path} is a file; --out needs a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        (path / records).open("xb").close()
+    except FileExistsError:
+        raise StoreError(f"{path} already holds {records} of another run; give another --out or move it") from None
 
 
 def new_folder(root: Path, name: str) -> Path:

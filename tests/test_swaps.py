@@ -419,7 +419,8 @@ def convert_with(monkeypatch: pytest.MonkeyPatch, conversion: Any) -> None:
     def convert(old: Any, kernel: Kernel, request: Any) -> Conversion:
         return Conversion(*conversion())
 
-    monkeypatch.setitem(converters.CONVERTERS, (VARIANT, Odd), convert)
+    registry: dict[Any, Any] = converters.CONVERTERS
+    monkeypatch.setitem(registry, (VARIANT, Odd), convert)
     monkeypatch.setitem(converters.OPTIONS, convert, ())
 
 

@@ -11,6 +11,7 @@ from harness.metamorphic.noise import OK, Finding, judge_relation
 from harness.metamorphic.probe import Probe
 from harness.metamorphic.question import Question
 from harness.metamorphic.relations import as_views
+from harness.swaps.weights import same_bits
 
 DROPOUT = 0.25  # not a half: there dropping p and keeping p look alike
 SIGMAS = 6.0
@@ -22,13 +23,13 @@ def repeated_call(probe: Probe) -> Finding | None:
     again = probe.question.ask(probe.kernel).clone()
     flipped = torch.arange(probe.question.q.shape[0]).flip(0)
     probe.question.batch(flipped).ask(probe.kernel)
-    kept = _same_bits(probe.first, probe.answer)  # before the last call, which might put the same bits there again
+    kept = same_bits(probe.first, probe.answer)  # before the last call, which might put the same bits there again
     later = probe.question.ask(probe.kernel)
     # Of a single query few numbers are rounded: all queries together leave less to luck.
     whole = probe.whole.ask(probe.kernel).clone()
-    if not (_same_bits(again, probe.answer) and _same_bits(probe.whole.ask(probe.kernel), whole)):
+    if not (same_bits(again, probe.answer) and same_bits(probe.whole.ask(probe.kernel), whole)):
         return Finding("mismatch", "the same call gave other bits the second time")
-    if not _same_bits(later, probe.answer):
+    if not same_bits(later, probe.answer):
         return Finding("mismatch", "the same call gave other bits after a call with other inputs")
     if not kept:
         return Finding("mismatch", "a result was overwritten by later calls")
@@ -41,7 +42,7 @@ def inputs_untouched(probe: Probe) -> Finding | None:
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     out = question.ask(probe.kernel)
     for name, buffer in buffers.items():
-        if not _same_bits(buffer, before[name]):
+        if not same_bits(buffer, before[name]):
             return Finding("mismatch", f"wrote into the buffer that {name} is a view of")
         if out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
             return Finding("mismatch", f"the result shares memory with {name}")
@@ -152,10 +153,6 @@ class _Spy(TorchFunctionMode):
         if any(part in name for part in TORCHS_OWN):
             self.seen.add(name)
         return func(*args, **(kwargs or {}))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _weights(question: Question) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.build import jitter
-from harness.equivalence import BLOCK_FACTOR, DEGRADED_FACTOR, JITTER_DRAWS, OK_FACTOR
+from harness.equivalence import JITTER_DRAWS, OK_FACTOR, decide, ratio_to
 from harness.metamorphic.question import Question
 
 
@@ -80,16 +80,8 @@ def judge_relation(found: Tensor, expected: Tensor, noise: Noise, *, rows: Tenso
     if not bool(error.isfinite().all()):
         return Finding("mismatch", "not finite")
     worst, floor = error.max(), terms.amax(dim=(1, 2, 3)).sum()
-    ratio = float(_ratio(worst, floor))
-    block_ratio = float(_ratio(error.amax(-1), terms.amax(-1).sum(0)).max())
-    status, reason = "ok", ""
-    if not (ratio <= OK_FACTOR and block_ratio <= BLOCK_FACTOR):
-        bounded = ratio <= DEGRADED_FACTOR and block_ratio <= 2 * DEGRADED_FACTOR
-        status = "degraded" if bounded else "mismatch"
-        reason = f"the two results differ by {ratio:.3g} N (worst block {block_ratio:.3g} N)"
+    ratio = float(ratio_to(worst, floor))
+    block_ratio = float(ratio_to(error.amax(-1), terms.amax(-1).sum(0)).max())
+    status = decide(ratio, block_ratio)
+    reason = "" if status == "ok" else f"the two results differ by {ratio:.3g} N (worst block {block_ratio:.3g} N)"
     return Finding(status, reason, float(worst), OK_FACTOR * float(floor), ratio, block_ratio)
-
-
-def _ratio(value: Tensor, limit: Tensor) -> Tensor:
-    """value / limit, with 0/0 = 0."""
-    return torch.where(value == 0, torch.zeros_like(value), value / limit)

@@ -11,7 +11,6 @@ MISMATCH, DEGRADED, ERROR = "mismatch", "degraded", "error"
 SURVIVED, NOT_APPLICABLE = "survived", "not applicable"
 # An error is an exception or a broken contract while the wrong candidate ran; all three fail a gate.
 KILLED = (MISMATCH, DEGRADED, ERROR)
-HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)

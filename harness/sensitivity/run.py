@@ -60,7 +60,8 @@ def run(
     names = tuple(dict.fromkeys(only)) or tuple(known)
     stands_for = {name: known[name].stands_for for name in names}
     cases = take_shard(suite.cases, shard)
-    folder = _create(out)
+    folder = store.new_folder(Path("results"), "sensitivity") if out is None else Path(out)
+    store.claim(folder, RECORDS)
     store.write_config(folder, suite.source)
     where = environment.collect(1)
     store.write_environment(folder, where)
@@ -123,21 +124,6 @@ def _one_thread_each() -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
-
-
-def _create(out: Path | None) -> Path:
-    if out is None:
-        path = store.new_folder(Path("results"), "sensitivity")
-    else:
-        path = Path(out)
-        if path.exists() and not path.is_dir():
-            raise BadInput(f"{path} is a file; --out needs a folder")
-        path.mkdir(parents=True, exist_ok=True)
-    try:
-        (path / RECORDS).open("xb").close()
-    except FileExistsError:
-        raise BadInput(f"{path} already holds {RECORDS} of another study; give another --out or move it") from None
-    return path
 
 
 def _append(path: Path, cell: CellResult) -> None:

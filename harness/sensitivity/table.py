@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness.sensitivity.result import HALF, KILLED, NOT_APPLICABLE, SURVIVED, CellResult, Study
+from harness.case import HALF
+from harness.sensitivity.result import KILLED, NOT_APPLICABLE, SURVIVED, CellResult, Study
 
 HALF_SCORE = 0.95
 AXES = ("mask", "phase", "dtype", "variant")
