@@ -45,7 +45,7 @@ fix: $(STAMP) ## Apply ruff's fixes and formatting
 verify: $(STAMP) ## Swap the attention of every model family and prove that nothing changed (under 2 minutes)
 	@$(BIN)/harness verify --all $(ARGS)
 
-sensitivity: $(STAMP) ## Put wrong attentions in every cell and prove that the comparison sees them (about 5 minutes)
+sensitivity: $(STAMP) ## Put wrong attentions in every cell and prove that the comparison sees them (under 5 minutes)
 	@$(BIN)/harness sensitivity $(CONFIG) $(ARGS)
 
 nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate

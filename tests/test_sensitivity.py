@@ -247,7 +247,7 @@ def some_saboteurs_list() -> list[Saboteur]:
 
 
 def test_errors_go_down_from_a_tenth_to_1e_8():
-    assert (ERRORS[0], ERRORS[-1], len(ERRORS)) == (0.1, 1e-8, 22)
+    assert (ERRORS[0], ERRORS[-1], len(ERRORS)) == (0.1, 1e-8, 8)
     assert list(ERRORS) == sorted(ERRORS, reverse=True)
 
 
@@ -264,7 +264,7 @@ def test_bisection_finds_the_smallest_that_is_seen():
         found = smallest_seen(status)
         limits = [limit for limit in (mismatch, seen) if limit is not None]
         assert found == Threshold(mismatch=mismatch, seen=min(limits, default=None))
-        assert len(asked) == len(set(asked)) <= 10
+        assert len(asked) == len(set(asked)) <= 7
 
 
 def test_the_threshold_is_where_the_verdict_really_changes(cell: Cell):

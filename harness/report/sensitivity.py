@@ -23,7 +23,7 @@ LEGEND = (
 )
 THRESHOLD_LEGEND = (
     "The smallest relative error of the scale that is still seen: of all cells the median, and the worst one. "
-    "Steps of 1, 2 and 5."
+    "Powers of ten."
 )
 Row = Mapping[Hashable, Any]
 

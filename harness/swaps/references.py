@@ -33,7 +33,7 @@ def convert_sdpa(old: SdpaAttention, kernel: Kernel, request: Request) -> Conver
         head_dim=old.head_dim,
         bias=old.wq.bias is not None,
         kernel=kernel,
-        device=old.wq.weight.device,
+        device="meta",  # as in torch_layers.py: every weight comes from the old module
         dtype=old.wq.weight.dtype,
     )
     return renamed(new, {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "out_proj": "wo"})
@@ -64,7 +64,7 @@ def convert_mla(old: ExpandedMLA, kernel: Kernel, request: Request) -> Conversio
         bias=old.wo.bias is not None,
         mode=request.options.get("mode", "auto"),
         kernel=kernel,
-        device=old.wo.weight.device,
+        device="meta",  # as in torch_layers.py: every weight comes from the old module
         dtype=old.wo.weight.dtype,
     )
     return renamed(new, MLA_NAMES)
@@ -79,7 +79,7 @@ def convert_mla_block(old: MlaBlock, kernel: Kernel, request: Request) -> Conver
         norm_first=True,
         activation="gelu",
         bias=old.up.bias is not None,
-        device=old.up.weight.device,
+        device="meta",  # as in torch_layers.py: every weight comes from the old module
         dtype=old.up.weight.dtype,
     )
     names = {"linear1": "up", "linear2": "down", "norm1": "attn_norm", "norm2": "mlp_norm"}

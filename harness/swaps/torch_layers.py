@@ -122,7 +122,7 @@ def convert_to_variant(old: nn.MultiheadAttention, kernel: Kernel, request: Requ
         bias=old.in_proj_bias is not None,
         dropout=old.dropout,
         kernel=kernel,
-        device=old.in_proj_weight.device,
+        device="meta",
         dtype=old.in_proj_weight.dtype,
     )
     weights = split_sources(old)
@@ -145,7 +145,7 @@ def convert_encoder_layer(old: nn.TransformerEncoderLayer, kernel: Kernel, reque
         dropout=old.dropout.p,
         norm_eps=old.norm1.eps,
         bias=old.linear1.bias is not None,
-        device=old.linear1.weight.device,
+        device="meta",
         dtype=old.linear1.weight.dtype,
     )
     weights = {
