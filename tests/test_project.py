@@ -134,7 +134,23 @@ def project_files() -> list[Path]:
 # ---- imports go one way ----------------------------------------------------------------------------------------------
 
 # What --help, reports and the gate need must start without torch.
-TORCH_FREE = ("case", "cli", "config", "gate", "masks", "record", "registry", "report", "specs", "store")
+TORCH_FREE = (
+    "arguments",
+    "case",
+    "cli",
+    "commands",
+    "config",
+    "console",
+    "exits",
+    "gate",
+    "job",
+    "masks",
+    "record",
+    "registry",
+    "report",
+    "specs",
+    "store",
+)
 NEEDS_TORCH = {"torch", "transformers", "diffusers"}
 MUST_NOT_IMPORT = {"kernels": {"references", "variants"}, "variants": {"references"}}
 

@@ -1,0 +1,19 @@
+"""`harness list`: all names that a config may use."""
+
+import argparse
+
+from harness.console import terminal
+from harness.exits import EQUAL
+
+HELP = "variants, masks, kernels, phases, dtypes, regimes"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def execute(options: argparse.Namespace) -> int:
+    from harness.report.plan import print_names
+
+    print_names(terminal())
+    return EQUAL

@@ -1,0 +1,86 @@
+"""`harness verify`: swap a real model's attention and prove that it is the same model."""
+
+import argparse
+import os
+from pathlib import Path
+
+from harness.arguments import override
+from harness.console import terminal
+from harness.errors import BadInput
+from harness.exits import EQUAL, NOT_EQUAL
+from harness.families.names import family_names
+
+HELP = "swap a real model's attention and prove that it is the same model"
+VERBOSE = "show every layer's row, log every module"
+DESCRIPTION = """\
+Swaps the attention of a real model and proves, in five steps, that the model is still the same:
+
+  load      a tiny random model of the family, a checkpoint of yours, or the model that your function builds
+  inspect   layers, attention class, heads: what the swap is held to
+  swap      every attention replaced, every weight the same bits
+  forward   the same output at the model's end and at every swapped layer, within what rounding explains
+            (docs/acceptance-rule.md); the first layer that departs is named, and a swap that is bypassed fails
+  generate  the same tokens from a greedy decode through the KV cache, or the same latents after a few denoising steps
+
+Nothing is downloaded. The verdict is written to results/verify-<time>/: verify.md, verify.csv and layers.csv.
+"""
+EPILOG = """\
+exit codes:  0 all steps passed   1 a step failed   2 bad input   3 a bug in harness
+
+examples:
+  harness verify llama                                     a tiny random LLaMA, our eager kernel
+  harness verify llama --kernel my_kernels.py:fast         the same, with your kernel (SDPA's signature)
+  harness verify qwen3 --config num_hidden_layers=4 --config attention_bias=true
+  harness verify llama --path ~/models/Llama-3.2-1B        a checkpoint on this disk
+  harness verify my_model.py:build_model --verbose         your own model, every layer's row shown
+  harness verify my_package.models:build_model
+  harness verify --all                                     every family, and a table of them
+
+your own model: a function without arguments that returns the model, or a pair of model and inputs: a tensor, a tuple of
+positional arguments or a dict of keyword arguments. Causal language models of transformers, and models of the families,
+need no inputs.
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument(
+        "target",
+        metavar="FAMILY|FILE.py:FUNCTION",
+        nargs="?",
+        help=f"one of {', '.join(family_names())}; or your own model, as file.py:function or package.module:function",
+    )
+    target.add_argument("--all", action="store_true", help="every family, one after another")
+    parser.add_argument("--kernel", metavar="NAME|FILE.py:FUNCTION", default="eager", help="default: eager")
+    parser.add_argument(
+        "--config",
+        metavar="KEY=VALUE",
+        type=override,
+        action="append",
+        default=[],
+        help="override a key of the family's tiny config; the value is YAML; repeat for several",
+    )
+    parser.add_argument("--path", metavar="DIR", type=Path, help="a local checkpoint folder of the family")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="the run's folder (default: a new one under results/)")
+
+
+def execute(options: argparse.Namespace) -> int:
+    if options.all and (options.config or options.path):
+        raise BadInput("--all takes no --config and no --path: they belong to one family")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is loaded: nothing is ever downloaded
+    if options.quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from harness.verify.run import all_families, run
+
+    console = terminal()
+    console.quiet = options.quiet
+    found = run(
+        all_families() if options.all else [options.target],
+        kernel=options.kernel,
+        config=dict(options.config),
+        path=options.path,
+        out=options.out,
+        console=console,
+        every_layer=options.verbose,
+    )
+    return EQUAL if all(each.passed for each in found) else NOT_EQUAL
