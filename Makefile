@@ -12,10 +12,10 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench smoke test check fix verify sensitivity nightly gate report figures clean distclean FORCE
+.PHONY: help setup bench bench-kernels smoke test check fix verify sensitivity nightly gate report readme-figures clean distclean FORCE
 
 help: ## List the targets
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo '  ARGS="..." is passed on (make test ARGS="-k masks"); CONFIG=FILE picks the grid of make bench;'
 	@echo '  PYTHON=... picks the interpreter that .venv is made with.'
@@ -48,6 +48,10 @@ verify: $(STAMP) ## Swap the attention of every model family and prove that noth
 sensitivity: $(STAMP) ## Put wrong attentions in every cell and prove that the comparison sees them (under 5 minutes)
 	@$(BIN)/harness sensitivity $(CONFIG) $(ARGS)
 
+# Set before Python starts: torch's threads read it when they are made.
+bench-kernels: $(STAMP) ## Time every kernel beside SDPA, nn.MultiheadAttention and transformers (about 10 minutes)
+	@GOMP_SPINCOUNT=20000 $(BIN)/python bench/kernels.py $(ARGS)
+
 nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate
 	@$(BIN)/harness verify --all --quiet
 	@$(BIN)/harness run configs/nightly.yaml $(ARGS)
@@ -59,8 +63,8 @@ gate: $(STAMP) ## Compare the latest run with results/baseline; fails on a regre
 report: $(STAMP) ## Write the report of the latest run
 	@$(BIN)/harness report results/latest $(ARGS)
 
-figures: $(STAMP) ## Draw the README's picture from the latest run
-	@$(BIN)/harness report results/latest --figure docs/tradeoffs.png --quiet
+readme-figures: $(STAMP) ## Draw the README's picture from the latest run
+	@$(BIN)/harness report results/latest --format png --out docs/tradeoffs.png --quiet
 
 clean: ## Remove caches, build artefacts and runs; keeps results/baseline and .venv
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
@@ -100,5 +104,5 @@ $(STAMP): pyproject.toml constraints.txt
 		tail -n 20 $(LOG) >&2; echo 'Setup failed; the whole log is $(LOG).' >&2; rm -f $(BUSY); exit 1; }; }; \
 	step '1/3 torch' $(PIP) "$$(grep '^torch==' constraints.txt)"; \
 	step '2/3 build tools' $(PIP) setuptools; \
-	step '3/3 harness and its tools' $(PIP) --no-build-isolation --editable '.[dev,models,report]'; \
+	step '3/3 harness and its tools' $(PIP) --no-build-isolation --editable '.[dev,models,report,ray]'; \
 	rm -f $(BUSY); printf '%s\n' '$(CURDIR)' > $(STAMP)

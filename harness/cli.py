@@ -18,6 +18,8 @@ examples:
   harness run configs/smoke.yaml                        judge, weigh and time a small grid
   harness run configs/default.yaml --kernel my.py:fast  judge your own kernel over the whole grid
   harness run configs/nightly.yaml --dry-run            see what would run
+  harness run configs/nightly.yaml --resume             go on with a run that was cut short
+  harness merge results/all shard1 shard2               put the shards of a run together
   harness gate results/latest                           did anything get worse since the accepted baseline?
   harness verify llama                                  swap a real model's attention, prove it is the same model
   harness sensitivity                                   would the comparison see a wrong kernel?

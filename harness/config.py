@@ -12,12 +12,13 @@ from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
 from harness.case import Case
-from harness.document import Document, Timing, resolve_kernel, show, unknown
+from harness.document import Document, Limits, Timing, resolve_kernel, show, unknown
 from harness.errors import BadInput
 from harness.grid import AXES, Clash, count_cells, expand
 from harness.yaml_lines import Node, Where, YamlError, parse, read_text
 
-MAX_CELLS = 1_000_000
+MAX_CELLS = 100_000  # a second of expanding, a day of running
+MAX_EXCLUDING = 2_000_000  # cells times exclusions: another second
 MAX_PROBLEMS = 10  # lines of one message
 
 
@@ -69,6 +70,7 @@ class Suite:
     cases: tuple[Case, ...]
     regimes: tuple[str, ...] | None  # None: all
     timing: Timing
+    limits: Limits
     source: str  # YAML text that gives this suite again (less the kernels of the command line)
     path: Path | None
 
@@ -122,6 +124,7 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
         cases=cases,
         regimes=document.regimes,
         timing=document.timing,
+        limits=document.limits,
         source=text,
         path=path,
     )
@@ -169,7 +172,8 @@ def _translate(error: ValidationError, origin: _Origin) -> Iterator[Problem]:
 def _keys_beside(where: Where) -> Iterable[str]:
     if len(where) == 1:
         return Document.model_fields
-    return (field.name for field in fields(Timing)) if where[0] == "timing" else AXES
+    group = {"timing": Timing, "limits": Limits}.get(str(where[0]))
+    return AXES if group is None else (field.name for field in fields(group))
 
 
 def _given_kernels(kernels: Sequence[str], folder: Path | None) -> tuple[str, ...]:
@@ -193,6 +197,9 @@ def _expand(document: Document, origin: _Origin, kernels: tuple[str, ...]) -> tu
     exclusions = [
         {axis: getattr(drop, axis) for axis in AXES if axis in drop.model_fields_set} for drop in document.exclude
     ]
+    if (work := cells * len(exclusions)) > MAX_EXCLUDING:
+        rule = f"{len(exclusions)} entries over {cells} cells are {work} comparisons, and the limit is {MAX_EXCLUDING}"
+        raise ConfigError(origin.problem(f"{rule}; write fewer and broader ones", ("exclude",)))
     expansion = expand(blocks, exclusions, kernels=kernels)
 
     def impossible(clash: Clash) -> Problem:

@@ -136,10 +136,35 @@ Name = Annotated[
         "must be 1 to 100 letters, digits, '_', '.' or '-', and not only dots: a folder is named after it",
     ),
 ]
-Seconds = Annotated[
-    float,
-    _check(lambda value: type(value) in (int, float) and 0 < value <= 600, "must be a number of seconds, 0 < s <= 600"),
-]
+
+
+def _seconds(most: int) -> BeforeValidator:
+    holds = lambda value: type(value) in (int, float) and 0 < value <= most  # noqa: E731
+    return _check(holds, f"must be a number of seconds, 0 < s <= {most}")
+
+
+UNITS = {"": 1, "b": 1} | {
+    prefix + end: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for end, base in (("ib", 1024), ("b", 1000))
+}
+SMALLEST_MEMORY, LARGEST_MEMORY = 64 << 20, 1 << 50
+
+
+def _bytes(value: Any) -> int:
+    """`8GiB`, `500 MB` or a plain number of bytes."""
+    found = re.fullmatch(r"([0-9]{1,16}(?:\.[0-9]{1,6})?) ?([a-z]{0,3})", value.lower()) if type(value) is str else None
+    size = value if type(value) is int else None
+    if found is not None and found[2] in UNITS:
+        size = int(float(found[1]) * UNITS[found[2]])
+    if size is None or not SMALLEST_MEMORY <= size <= LARGEST_MEMORY:
+        raise _broken("must be a size of at least 64MiB and at most 1PiB, such as 8GiB or 500MB")
+    return size
+
+
+Seconds = Annotated[float, _seconds(600)]
+CaseSeconds = Annotated[float, _seconds(7 * 24 * 3600)]
+Bytes = Annotated[int, BeforeValidator(_bytes)]
 
 
 @dataclass(frozen=True)
@@ -151,6 +176,15 @@ class Timing:
     budget_s: Seconds = 0.5
     min_blocks: Blocks = 11
     max_blocks: Blocks = 101
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one case may take; beyond it the case ends as `timeout` or `oom`, and the next goes on."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    timeout_s: CaseSeconds = 600.0
+    max_memory: Bytes | None = None  # of its whole process; None: 80 % of the machine's, shared among the workers
 
 
 class Closed(BaseModel):
@@ -194,6 +228,7 @@ class Document(Closed):
     seed: Annotated[int, _whole(0, 2**63 - 1)] = 0
     threads: Annotated[int, _whole(1, 4096)] | None = None
     timing: Timing = Timing()
+    limits: Limits = Limits()
     regimes: Axis[Annotated[str, _one_of("regime", REGIMES)]] | None = None
     grid: Grid | None = None
     include: list[Grid] = []

@@ -23,7 +23,6 @@ BASELINE_COLUMNS = ("case_id", *CASE_FIELDS, *GATED)
 # growing twofold is drift, unless it still ends below the noise floor itself.
 DRIFT_FACTOR = 2.0
 DRIFT_FLOOR = 1.0
-NOTABLE = ("python", "torch", "numpy", "platform", "cpu", "threads")
 Row = Mapping[Hashable, Any]
 
 
@@ -133,20 +132,25 @@ def gate(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) -> t
     if config_hash(run_folder) != provenance.config_sha256:
         notes.append(Finding("", "config", "the config differs from the baseline's", False))
     changes = provenance.environment.differences(store.read_environment(run_folder))
-    for key in NOTABLE:
+    for key in store.COMPARED:
         if key in changes:
             notes.append(Finding("", "environment", f"{key} {changes[key][0]} -> {changes[key][1]}", False))
-    return compare_exact(store.load(run_folder), table) + tuple(notes)
+    stored = store.read(run_folder)
+    lacking = []
+    if stored.lack:
+        lacking.append(Finding("", "incomplete", f"{stored.lack}; missing: {store.some(stored.missing)}", True))
+    return (*lacking, *compare_exact(store.table(stored.records), table), *notes)
 
 
 def accept(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) -> str:
     """Makes the run the baseline; returns what that changes, to be reviewed with the commit."""
     suite = suite or suite_name(run_folder)
-    run = store.load(run_folder)
+    stored = store.read(run_folder)
+    if stored.lack:
+        raise GateError(f"{run_folder} is {stored.lack}; a baseline must have them all: resume it first")
+    run = store.table(stored.records)
     if run.empty:
         raise GateError(f"{run_folder} has no cells; an empty baseline would guard nothing")
-    if repeated := sorted(run.loc[run["case_id"].duplicated(), "case_id"]):
-        raise GateError(f"{run_folder} has several records of {', '.join(repeated)}")
     environment = store.read_environment(run_folder)
     provenance = Provenance(suite, environment.commit, config_hash(run_folder), environment)
     new = _baseline_table(run)

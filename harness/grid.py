@@ -21,9 +21,12 @@ GEOMETRY = (
 REST = ("bias", "seq_len", "mask", "phase", "dtype", "batch", "kernel")
 AXES = GEOMETRY + REST
 
+MAX_CLASHES = 1000  # found one by one and slowly, and a message shows ten
+
 Axes = Mapping[str, Sequence[Any]]  # every axis -> its values, without repetition
 Exclusion = Mapping[str, Sequence[Any]]  # some axes -> the values to drop
 Cell = tuple[Any, ...]
+Conditions = Sequence[tuple[int, frozenset[Any]]]  # place in a cell -> the values that match
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ def expand(blocks: Sequence[Axes], exclusions: Sequence[Exclusion] = (), *, kern
     cases: dict[Case, None] = {}
     clashes: dict[Clash, None] = {}
     used: set[int] = set()
+    on_geometry, on_rest = (_conditions(exclusions, names) for names in (GEOMETRY, REST))
     for number, axes in enumerate(blocks):
-        block = _Block(axes, exclusions)
+        block = _Block(axes, on_geometry, on_rest)
         for geometry, impossible in _geometries(axes):
             variant = geometry[0]
             cells, broken = block.survivors(geometry)
@@ -69,6 +73,8 @@ def expand(blocks: Sequence[Axes], exclusions: Sequence[Exclusion] = (), *, kern
                 broken = (impossible,)
             for b in broken:
                 clashes[Clash(number, variant, b.key, b.value, b.rule)] = None
+            if len(clashes) >= MAX_CLASHES:
+                return Expansion((), tuple(clashes), ())
         used |= block.used
     unused = tuple(n for n in range(len(exclusions)) if n not in used)
     if kernels:
@@ -110,7 +116,11 @@ def _excludes(exclusion: Exclusion, case: Case) -> bool:
     return all(getattr(case, axis) in values for axis, values in exclusion.items())
 
 
-def _matches(conditions: Sequence[tuple[int, frozenset[Any]]], cell: Cell) -> bool:
+def _conditions(exclusions: Sequence[Exclusion], names: Sequence[str]) -> list[Conditions]:
+    return [[(names.index(axis), frozenset(e[axis])) for axis in names if axis in e] for e in exclusions]
+
+
+def _matches(conditions: Conditions, cell: Cell) -> bool:
     for at, values in conditions:  # noqa: SIM110 - a generator triples the time of a large grid
         if cell[at] not in values:
             return False
@@ -120,14 +130,12 @@ def _matches(conditions: Sequence[tuple[int, frozenset[Any]]], cell: Cell) -> bo
 class _Block:
     """One grid's way of running a module, less what the exclusions drop. Modules that share exclusions share it."""
 
-    def __init__(self, axes: Axes, exclusions: Sequence[Exclusion]) -> None:
-        self.rest = list(product(*(axes[axis] for axis in REST)))
+    def __init__(self, axes: Axes, on_geometry: Sequence[Conditions], on_rest: Sequence[Conditions]) -> None:
+        self._values = [axes[axis] for axis in REST]
+        self.rest = list(product(*self._values))
         self.used: set[int] = set()
         self._known: dict[tuple[Any, ...], tuple[list[Cell], tuple[Impossible, ...]]] = {}
-        self._geometry, self._rest = (
-            [[(axes_.index(axis), frozenset(e[axis])) for axis in axes_ if axis in e] for e in exclusions]
-            for axes_ in (GEOMETRY, REST)
-        )
+        self._geometry, self._rest = on_geometry, on_rest
 
     def survivors(self, geometry: Cell) -> tuple[list[Cell], tuple[Impossible, ...]]:
         """What is left to run with this module, and what is left but cannot be run."""
@@ -141,8 +149,9 @@ class _Block:
     def _sift(self, variant: str, active: tuple[int, ...]) -> tuple[list[Cell], tuple[Impossible, ...]]:
         cells = self.rest
         for n in active:
-            # Each exclusion looks at all cells: one that only repeats another is no typo.
-            if any(_matches(self._rest[n], cell) for cell in self.rest):
+            # Each exclusion is held against all cells: one that only repeats another is no typo. They are a product, so
+            # that one of them matches if every axis has a value that does.
+            if all(not values.isdisjoint(self._values[at]) for at, values in self._rest[n]):
                 self.used.add(n)
                 cells = [cell for cell in cells if not _matches(self._rest[n], cell)]
         broken = dict.fromkeys((cell[3], cell[1]) for cell in cells)

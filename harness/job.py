@@ -1,13 +1,17 @@
 """A Job: one case and all that its result depends on. Whoever performs it, wherever, gets the same record."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from harness.case import Case
 from harness.document import Timing
+from harness.kernels.names import is_plugin
+from harness.record import Record
+from harness.specs import VARIANTS
 
 if TYPE_CHECKING:
-    from harness.record import Record
+    from harness.kernels.call import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +23,52 @@ class Job:
     threads: int
 
 
-def perform(job: Job) -> "Record":
-    """In this process; global torch state is put back afterwards."""
+def perform(job: Job) -> Record:
+    """In this process; global state is put back afterwards."""
     import torch
 
-    from harness.kernels.front import find_kernel
     from harness.measure import measure
     from harness.state import preserved
 
-    kernel = find_kernel(job.case.kernel)
+    kernel = load_kernel(job.case.kernel)
     with preserved():
         torch.set_num_threads(job.threads)
         return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing)
+
+
+def load_kernel(name: str) -> "Kernel":
+    """What importing a user's file changes globally is put back too: only its first case would see it."""
+    from harness.kernels.front import find_kernel
+    from harness.state import IMPORTS, preserved
+
+    if not is_plugin(name):
+        return find_kernel(name)
+    with preserved(keep=IMPORTS):
+        return find_kernel(name)
+
+
+def failed(job: Job, status: str, error: str, seconds: float) -> Record:
+    """The record of a case that could not tell its own result: what is known without running it, and why."""
+    case, spec = job.case, VARIANTS[job.case.variant]
+    return Record(
+        case_id=case.case_id,
+        reference=spec.reference(case),
+        kv_len=case.kv_len,
+        **asdict(case),
+        status=status,
+        params_formula=spec.params(case),
+        kv_cache_bytes_formula=spec.kv_cache_bytes(case),
+        flops=spec.flops(case),
+        error=error,
+        seconds=seconds,
+    )
+
+
+def encode_job(job: Job) -> str:
+    return json.dumps(asdict(job))
+
+
+def decode_job(text: str) -> Job:
+    data = json.loads(text)
+    parts = {"case": Case(**data["case"]), "regimes": tuple(data["regimes"]), "timing": Timing(**data["timing"])}
+    return Job(**{**data, **parts})

@@ -20,7 +20,7 @@ from harness.record import Record
 from harness.specs import VARIANTS
 from harness.timing import Stopwatch, interleave, paired_ratio
 
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 
 def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], timing: Timing) -> Record:

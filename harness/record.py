@@ -6,6 +6,8 @@ from typing import Any
 STATUSES = ("ok", "degraded", "mismatch", "error", "unsupported", "timeout", "oom")
 # What makes a run fail; `degraded` joins them under --strict, `unsupported` is a declared limit.
 FAILING = frozenset({"mismatch", "error", "timeout", "oom"})
+# What may go otherwise the next time; a mismatch is a finding and stays one.
+RETRIED = frozenset({"error", "timeout", "oom"})
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Record:
     measured_seconds: float | None = None  # of which inside compared or timed calls
     samples_s: dict[str, list[float]] = field(default_factory=dict)  # side -> seconds per call, block by block
     equivalence: list[dict[str, Any]] = field(default_factory=list)  # every compared tensor in every regime
+    attempt: int = 1  # the highest counts: `--retry` repeats a case that failed
 
 
-NOT_COLUMNS = frozenset({"seconds", "measured_seconds", "samples_s", "equivalence"})
+NOT_COLUMNS = frozenset({"seconds", "measured_seconds", "samples_s", "equivalence", "attempt"})
 COLUMNS = tuple(f.name for f in fields(Record) if f.name not in NOT_COLUMNS)

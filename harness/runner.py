@@ -1,11 +1,14 @@
-"""The loop: load, measure each case, store it at once, derive the tables."""
+"""The loop: load, measure each case that is not yet finished, store it at once, derive the tables."""
 
 import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.console import Console
 
 from harness import environment, store
@@ -13,16 +16,22 @@ from harness.case import Case
 from harness.config import Suite, load_suite
 from harness.document import REGIMES
 from harness.errors import BadInput
-from harness.executors import Executor
-from harness.executors.here import Here
+from harness.executors import Executor, make_executor
 from harness.job import Job
+from harness.record import RETRIED, Record
 from harness.report import rebuild
 from harness.report.progress import progress
 
 if TYPE_CHECKING:
     import pandas as pd
 
+RESULTS = Path("results")
+
 log = logging.getLogger(__name__)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, after all that was finished has been written; the message says how to go on."""
 
 
 def run(
@@ -31,55 +40,160 @@ def run(
     *,
     kernels: Sequence[str] = (),
     shard: tuple[int, int] | None = None,
+    resume: bool = False,
+    retry: bool = False,
+    even_if_changed: bool = False,
+    executor: str | Executor = "local",
+    jobs: int = 1,
     quiet: bool = True,
     started: float | None = None,
-    executor: Executor | None = None,
+    command: Sequence[str] | None = None,
 ) -> "pd.DataFrame":
     """Measure every case of a config and give the table; `frame.attrs` holds the run's folder, wall time and
     the share of it spent inside measured or compared calls.
 
     `out` is the folder to write (default: a new one under results/), `kernels` take the place of the config's own,
-    `shard` (i, n) takes every n-th case from the i-th on. A case that fails is a row, never an exception. `started`
-    is the time.time() from which the wall time counts; `executor` says where cases are measured.
+    `shard` (i, n) takes every n-th case from the i-th on. A case that fails is a row, never an exception.
+
+    `resume` goes on with the run in `out` (default: results/latest): finished cases are skipped, with `retry` those
+    that failed by an error, a timeout or for want of memory are repeated. Refused if the config, the code, a kernel or
+    the environment is another by now, unless `even_if_changed`.
+
+    `executor` says where cases are measured: "local" in `jobs` worker processes, "here" in this process, "ray" on a
+    cluster, or an Executor. `started` is the time.time() from which the wall time counts; `command` is the command line
+    to go on with, if there is one.
     """
     started = time.time() if started is None else started
+    if (retry or even_if_changed) and not resume:
+        raise BadInput("--retry and --even-if-changed are about a run that is gone on with: add --resume")
     suite = load_suite(config, kernels=kernels)
     cases = take_shard(suite.cases, shard)
-    folder = measure_all(
-        suite, cases, None if out is None else Path(out), Console(stderr=True, quiet=quiet), executor or Here()
-    )
-    frame = rebuild(folder, suite=suite.name, elapsed=time.time() - started)
-    frame.attrs["folder"] = str(folder)
+    chosen = _executor(executor, jobs, suite)
+    # Before the folder is made: a kernel that cannot be loaded is bad input, not a row.
+    origins = chosen.origins(tuple(dict.fromkeys(case.kernel for case in suite.cases)))
+    for name, origin in origins.items():
+        log.info("kernel %s from %s", name, origin)
+    threads = threads_of(suite)
+    about = _about(suite, shard, origins, threads, command)
+    with _open(None if out is None else Path(out), about, resume=resume, even_if_changed=even_if_changed) as folder:
+        try:
+            measure_all(suite, cases, folder, Console(stderr=True, quiet=quiet), chosen, threads=threads, retry=retry)
+            # The time of earlier sessions is known case by case only.
+            elapsed = None if folder.finished else time.time() - started
+            frame = rebuild(folder.path, suite=suite.name, elapsed=elapsed)
+        except KeyboardInterrupt:
+            frame = rebuild(folder.path, suite=suite.name)
+            raise Interrupted(f"interrupted after {_go_on(folder.path, len(frame), about)}") from None
+        except (store.StoreError, OSError) as error:  # a full disk
+            done = len(store.read_records(folder.path))
+            raise store.StoreError(f"{error}\nstopped after {_go_on(folder.path, done, about)}") from error
+    frame.attrs["folder"] = str(folder.path)
     return frame
 
 
 def take_shard(cases: Sequence[Case], shard: tuple[int, int] | None) -> Sequence[Case]:
-    if shard is None:
-        return cases
-    index, count = shard
-    if not 1 <= index <= count:
+    if shard is not None and not 1 <= shard[0] <= shard[1]:
+        index, count = shard
         raise BadInput(f"shard {index}/{count}: must be 1/{count} to {count}/{count}")
-    return cases[index - 1 :: count]
+    return store.take_shard(cases, shard)
 
 
-def measure_all(suite: Suite, cases: Sequence[Case], out: Path | None, console: Console, executor: Executor) -> Path:
-    import torch
+def threads_of(suite: Suite) -> int:
+    """Comparing needs one, so that the number of workers changes no sum; a timing has the machine to itself."""
+    if suite.threads is not None:
+        return suite.threads
+    if not suite.timing.enabled:
+        return 1
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) >= 1:
+        return int(given)
+    # As torch would choose, without loading it: physical cores, as far as this process may use them.
+    allowed = len(os.sched_getaffinity(0))
+    return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
-    from harness.kernels.front import find_kernel
 
-    threads = suite.threads or torch.get_num_threads()  # all cores, or what OMP_NUM_THREADS says
-    # Before the folder is made: a kernel that cannot be loaded is bad input, not a row.
-    kernels = [find_kernel(name) for name in dict.fromkeys(case.kernel for case in cases)]
-    folder = store.RunFolder.create(out, suite.name)
-    store.write_config(folder.path, suite.source)
-    store.write_environment(folder.path, environment.collect(threads))
-    for kernel in kernels:
-        log.info("kernel %s from %s", kernel.name, kernel.origin)
+def left_to_do(cases: Sequence[Case], finished: Iterable[Record], *, retry: bool) -> dict[str, int]:
+    """The cases that are still to be measured, and which attempt each will be."""
+    pending = {case.case_id: 1 for case in cases}
+    for before in finished:
+        if retry and before.status in RETRIED:
+            pending[before.case_id] = before.attempt + 1
+        else:
+            del pending[before.case_id]
+    return pending
+
+
+def measure_all(
+    suite: Suite,
+    cases: Sequence[Case],
+    folder: store.RunFolder,
+    console: Console,
+    executor: Executor,
+    *,
+    threads: int,
+    retry: bool = False,
+) -> None:
+    """Appends a record for each case that has none yet; with `retry`, another one for each that failed."""
+    pending = left_to_do(cases, folder.finished, retry=retry)
     regimes = suite.regimes or REGIMES
-    jobs = [Job(case, suite.seed, regimes, suite.timing, threads) for case in cases]
-    with progress(len(jobs), console) as report:
-        for done, record in enumerate(executor.run(jobs), start=1):
-            folder.append(record)
-            report(done, record.case_id)
-            log.info("%d/%d %s %s %s", done, len(jobs), record.case_id, record.status, record.error or "")
-    return folder.path
+    todo = [Job(case, suite.seed, regimes, suite.timing, threads) for case in cases if case.case_id in pending]
+    if folder.finished:
+        log.info("%d of %d cells are finished, %d are to do", len(folder.finished), len(cases), len(todo))
+    records = executor.run(todo)
+    try:
+        with progress(len(todo), console) as report:
+            for done, record in enumerate(records, start=1):
+                attempt = pending.pop(record.case_id)  # each once: a second record would spoil the file
+                folder.append(replace(record, attempt=attempt))
+                report(done, record.case_id)
+                log.info("%d/%d %s %s %s", done, len(todo), record.case_id, record.status, record.error or "")
+    finally:
+        if isinstance(records, Generator):
+            records.close()  # stops what is under way
+
+
+def _executor(executor: str | Executor, jobs: int, suite: Suite) -> Executor:
+    if jobs < 1:
+        raise BadInput(f"jobs = {jobs}: must be at least 1")
+    if jobs > 1 and suite.timing.enabled:
+        raise BadInput(
+            f"jobs = {jobs}: timings need the machine to themselves; use one job, or `timing: {{enabled: false}}`"
+        )
+    return make_executor(executor, jobs, suite.limits) if isinstance(executor, str) else executor
+
+
+def _about(
+    suite: Suite,
+    shard: tuple[int, int] | None,
+    origins: dict[str, str],
+    threads: int,
+    command: Sequence[str] | None,
+) -> store.About:
+    manifest = store.Manifest(
+        suite=suite.name,
+        config_sha256=store.sha256(suite.source),
+        code=store.code_sha256(),
+        seed=suite.seed,
+        kernels=origins,
+        shard=shard,
+        case_ids=tuple(case.case_id for case in suite.cases),
+        command=None if command is None else tuple(command),
+    )
+    return store.About(manifest, suite.source, environment.collect(threads))
+
+
+def _open(out: Path | None, about: store.About, *, resume: bool, even_if_changed: bool) -> store.RunFolder:
+    if resume and out is None:
+        link = RESULTS / store.LATEST
+        if not link.is_symlink():
+            raise store.StoreError(f"there is no {link} to resume; name the run's folder with --out")
+        return store.RunFolder.reopen(RESULTS / link.readlink(), about, even_if_changed=even_if_changed)
+    # A folder without records has nothing to go on with: the run was killed before it began, or never started.
+    if resume and out is not None and (out / store.RECORDS).exists():
+        return store.RunFolder.reopen(out, about, even_if_changed=even_if_changed)
+    return store.RunFolder.create(out, about.manifest.suite, RESULTS, about=about)
+
+
+def _go_on(folder: Path, done: int, about: store.About) -> str:
+    planned = len(about.manifest.planned)
+    return f"{done} of {planned} cells; go on with: {about.manifest.resume_command(folder)}"

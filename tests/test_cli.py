@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pandas as pd
 import pytest
 
 import harness
+from harness import store
 from harness.case import DTYPES, PHASES
 from harness.cli import main
 from harness.document import REGIMES
@@ -24,7 +26,7 @@ from harness.specs import VARIANTS
 
 ROOT = Path(__file__).parent.parent
 WRONG = Path(__file__).with_name("wrong_kernels.py")
-FILES = ("records.jsonl", "results.csv", "results.parquet", "summary.md", "environment.json", "config.yaml")
+FILES = ("records.jsonl", "results.csv", "results.parquet", "summary.md", "environment.json", "config.yaml", "run.json")
 HEAD = "name: tiny\nthreads: 1\nregimes: [plain, poison]\n"
 BRIEF = "timing: {budget_s: 0.001, min_blocks: 3, max_blocks: 3}\n"
 UNTIMED = "timing: {enabled: false}\n"
@@ -70,11 +72,14 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command, in this process: torch is imported once for all tests."""
+    """The command, in this process, cases too: torch is imported once for all tests."""
 
     def cli(*arguments: str | Path) -> Result:
+        words = [str(argument) for argument in arguments]
+        if words[:1] == ["run"] and "--executor" not in words:
+            words += ["--executor", "here"]
         try:
-            code = main([str(argument) for argument in arguments])
+            code = main(words)
         except SystemExit as left:  # argparse's own
             code = int(str(left.code))
         captured = capsys.readouterr()
@@ -199,7 +204,7 @@ def test_by_default_nothing_is_logged(cli: Command):
 def test_a_dictionary_gives_the_data_frame():
     grid = {"variant": ["mha", "gqa"], "embed_dim": 16, "heads": 4, "kv_heads": 2, "seq_len": 6}
     config = {"name": "own", "threads": 1, "regimes": ["plain"], "timing": {"enabled": False}, "grid": grid}
-    frame = harness.run(config)
+    frame = harness.run(config, executor="here")
     assert isinstance(frame, pd.DataFrame)
     assert list(frame["variant"]) == ["mha", "gqa"]
     assert list(frame["status"]) == ["ok", "ok"]
@@ -209,11 +214,11 @@ def test_a_dictionary_gives_the_data_frame():
     assert 0 < frame.attrs["measured_share"] < 1
     assert frame.attrs["elapsed"] > 0
     pd.testing.assert_frame_equal(harness.load(folder), frame, check_flags=False)
-    ours = harness.run(config, "mine", kernels=[f"{WRONG}:zeros"], shard=(2, 2))
+    ours = harness.run(config, "mine", kernels=[f"{WRONG}:zeros"], shard=(2, 2), executor="here")
     assert list(ours["variant"]) == ["gqa"]
     assert list(ours["status"]) == ["mismatch"]
     with pytest.raises(ValueError, match="shard 3/2"):
-        harness.run(config, "other", shard=(3, 2))
+        harness.run(config, "other", shard=(3, 2), executor="here")
     assert not Path("other").exists()
 
 
@@ -327,7 +332,9 @@ GRID = "name: x\ngrid:\n  variant: [mha]\n  embed_dim: 64\n  heads:\n    - 4\n  
         pytest.param(GRID + "name: y\n", ["c.yaml:8", "name", "duplicate", "line 1"], id="duplicate key"),
         pytest.param(GRID.replace("mha", "mah"), ["c.yaml:3", "variant", "'mah'", "gqa, ", "mla"], id="variant"),
         pytest.param(GRID + "  mask: casual\n", ["c.yaml:8", "grid.mask", "'casual'", "'causal'", "alibi"], id="mask"),
-        pytest.param(GRID + "  kernel: fast\n", ["c.yaml:8", "kernel", "'fast'", "eager, sdpa"], id="kernel"),
+        pytest.param(
+            GRID + "  kernel: fast\n", ["c.yaml:8", "kernel", "'fast'", "known: eager, ", "sdpa"], id="kernel"
+        ),
         pytest.param(GRID + "  phase: eval\n", ["c.yaml:8", "phase", "'eval'", "prefill, decode, train"], id="phase"),
         pytest.param(GRID + "  dtype: int8\n", ["c.yaml:8", "dtype", "'int8'", "float64, float32"], id="dtype"),
         pytest.param(GRID.replace("- 4", "- 5"), ["c.yaml:6", "heads", "5", "divide embed_dim (64)"], id="heads"),
@@ -453,10 +460,11 @@ def test_list_names_everything_there_is(cli: Command):
 def test_help_explains_commands_and_exit_codes(cli: Command):
     result = cli("--help")
     assert result.code == 0
-    for word in ("run", "gate", "report", "list", "exit codes:", "0 all equal", "1 a mismatch", "2 bad input"):
+    for word in ("run", "merge", "gate", "report", "list", "exit codes:", "0 all equal", "1 a mismatch", "2 bad input"):
         assert word in result.out
     run = cli("run", "--help")
-    for word in ("--out", "--kernel", "--shard", "--strict", "--dry-run", "--quiet", "--verbose"):
+    for word in ("--out", "--kernel", "--shard", "--strict", "--dry-run", "--quiet", "--verbose", "--resume", "--retry",
+                 "--even-if-changed", "--executor", "--jobs"):  # fmt: skip
         assert word in run.out
 
 
@@ -597,9 +605,10 @@ def test_a_reader_that_leaves_early_changes_no_exit_code():
     assert list(table()["status"]) == ["mismatch"]
 
 
-def test_an_interrupt_says_where_the_finished_cases_are(cli: Command, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_says_how_to_go_on_and_that_works(cli: Command, monkeypatch: pytest.MonkeyPatch):
     from harness import measure
 
+    monkeypatch.setattr(store, "code_sha256", lambda: "c0de")
     honest = measure.measure
     measured: list[int] = []
 
@@ -610,8 +619,36 @@ def test_an_interrupt_says_where_the_finished_cases_are(cli: Command, monkeypatc
         return honest(*args, **options)
 
     monkeypatch.setattr(measure, "measure", interrupted)
-    result = cli("run", write(ONE.replace("variant: mha", "variant: [mha, mqa]")))
+    config = write(ONE.replace("variant: mha", "variant: [mha, mqa]"))
+    result = cli("run", config)
     assert result.code == 130
-    assert "interrupted" in result.err
-    assert "records.jsonl" in result.err
-    assert len(Path("results/latest/records.jsonl").read_text().splitlines()) == 1
+    folder = Path("results") / Path("results/latest").readlink()
+    before, _, hint = result.err.strip().partition("; go on with: ")
+    assert before == "harness: interrupted after 1 of 2 cells"
+    assert hint.endswith(f"run c.yaml --executor here --resume --out {folder}")
+    assert len((folder / "records.jsonl").read_text().splitlines()) == 1
+    assert len(table(folder)) == 1
+    monkeypatch.setattr(measure, "measure", honest)
+    words = shlex.split(hint)
+    resumed = cli(*words[words.index("run") :])
+    assert resumed.code == 0, resumed
+    assert resumed.out.startswith("EQUAL  2 cells: 2 ok")
+    cli("run", config, "--out", "whole")
+    pd.testing.assert_frame_equal(table(folder), table("whole"))
+
+
+def test_a_run_in_workers_is_the_default_and_gives_the_same_table(cli: Command):
+    write(ONE.replace("variant: mha", "variant: [mha, mqa]"))
+    workers = process("-m", "harness", "run", "c.yaml", "--out", "workers")
+    assert workers.code == 0, workers
+    assert cli("run", "c.yaml", "--out", "here").code == 0
+    pd.testing.assert_frame_equal(table("workers"), table("here"))
+
+
+@pytest.mark.parametrize("arguments", [["--retry"], ["--even-if-changed"], ["--resume"], ["--jobs", "2"]], ids=" ".join)
+def test_options_that_do_not_fit_are_bad_input(cli: Command, arguments: list[str]):
+    result = cli("run", write(ONE), *arguments)
+    assert result.code == 2
+    assert result.err.startswith("harness: ")
+    assert result.err.count("\n") == 1
+    assert not Path("results").exists()

@@ -11,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.config import ABSENT, ConfigError, Suite, load_suite
-from harness.document import REGIMES, Timing
-from harness.grid import AXES
+from harness.document import REGIMES, Limits, Timing
+from harness.grid import AXES, MAX_CLASHES
 from harness.masks import MASKS
 from harness.specs import VARIANTS
 from harness.yaml_lines import MAX_BYTES, MAX_DEPTH, YamlError, parse
+from tests.fuzzed_configs import at_most
 
 BASE = """\
 name: demo
@@ -65,6 +66,7 @@ def test_a_minimal_config_takes_the_defaults(load):
     assert (suite.name, suite.description, suite.seed, suite.threads) == ("demo", "", 0, None)
     assert suite.regimes is None
     assert suite.timing == Timing(enabled=True, budget_s=0.5, min_blocks=11, max_blocks=101)
+    assert suite.limits == Limits(timeout_s=600.0, max_memory=None)
     assert suite.source == BASE
     assert suite.path == Path("c.yaml")
     assert [case.heads for case in suite.cases] == [4, 8]
@@ -77,18 +79,22 @@ def test_every_key_arrives(load):
     suite = load(
         BASE + "description: what for\nseed: 7\nthreads: 2\nregimes: [tiny, plain]\n"
         "timing: {enabled: false, budget_s: 2, min_blocks: 3, max_blocks: 3}\n"
+        "limits: {timeout_s: 300, max_memory: 8GiB}\n"
     )
     assert (suite.description, suite.seed, suite.threads, suite.regimes) == ("what for", 7, 2, ("tiny", "plain"))
     assert suite.timing == Timing(enabled=False, budget_s=2.0, min_blocks=3, max_blocks=3)
+    assert suite.limits == Limits(timeout_s=300.0, max_memory=8 << 30)
 
 
 def test_a_mapping_gives_the_same_suite_and_a_source_that_gives_it_again(load):
     config = {"name": "demo", "seed": 3, "timing": {"budget_s": 1}, "exclude": [{"mask": "causal", "batch": 2}]}
+    config["limits"] = {"max_memory": "1.5GB"}
     config["grid"] = {**GRID, "heads": (4, 8), "mask": ["none", "causal"], "batch": [1, 2], "head_dim": None}
     suite = load_suite(config)
     assert suite.path is None
     again = load(suite.source)
     assert (again.name, again.seed, again.cases, again.timing) == (suite.name, 3, suite.cases, suite.timing)
+    assert again.limits == suite.limits == Limits(max_memory=1_500_000_000)
     assert load_suite(yaml.safe_load(suite.source)).source == suite.source
 
 
@@ -357,6 +363,8 @@ def test_a_required_axis(missing, where):
         ("threads", 1.0, "must be a positive whole number"),
         ("timing", None, "must be a mapping"),
         ("timing", [], "must be a mapping"),
+        ("limits", None, "must be a mapping"),
+        ("limits", 8, "must be a mapping"),
         ("regimes", [], "must not be an empty list"),
         ("regimes", ["tiny", "tiny"], "listed twice"),
         ("grid", None, "must be a mapping"),
@@ -390,6 +398,52 @@ def test_the_timing_budget_is_a_number_of_seconds(value):
 )
 def test_the_rest_of_timing(timing, key):
     assert refuse_dict({"name": "x", "grid": GRID, "timing": timing}).key == f"timing.{key}"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64MiB", 64 << 20),
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        ("1.5GB", 1_500_000_000),
+        ("2TB", 2 * 10**12),
+        ("100000kB", 10**8),
+        ("100000000", 10**8),
+        ("100000000B", 10**8),
+        (10**8, 10**8),
+        (None, None),
+    ],
+)
+def test_sizes_of_memory(text, size):
+    assert load_suite({"name": "x", "grid": GRID, "limits": {"max_memory": text}}).limits.max_memory == size
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "8", "8Gi", "GiB", "-8GiB", "8 GiB ", "8GiB\n", "8,5GiB", "1e9", "٣GiB", "63MiB", "2000TiB", "9" * 99),
+        *(8, 1e9, True, []),
+    ],
+)  # fmt: skip
+def test_what_is_no_size_of_memory(value):
+    error = refuse_dict({"name": "x", "grid": GRID, "limits": {"max_memory": value}})
+    assert error.key == "limits.max_memory" and error.rule.startswith("must be a size of at least 64MiB")
+
+
+@pytest.mark.parametrize("value", [0, -1, 604801, "1", True, None, float("nan"), float("inf")])
+def test_the_time_limit_is_a_number_of_seconds(value):
+    error = refuse_dict({"name": "x", "grid": GRID, "limits": {"timeout_s": value}})
+    assert (error.key, error.rule) == ("limits.timeout_s", "must be a number of seconds, 0 < s <= 604800")
+
+
+def test_limits_name_their_line_and_their_keys(refuse):
+    error = refuse(BASE + "limits:\n  timeout_s: 5\n  max_memory: lots\n")
+    assert str(error).startswith("c.yaml:11: limits.max_memory: 'lots': must be a size")
+    error = refuse(BASE + "limits:\n  timeout: 5\n")
+    assert str(error) == (
+        "c.yaml:10: limits.timeout: 5: unknown key; did you mean 'timeout_s'? (known: timeout_s, max_memory)"
+    )
 
 
 def test_bias_is_a_bool():
@@ -462,7 +516,34 @@ def test_a_grid_beyond_all_measure_is_refused_before_it_is_expanded(refuse):
     many = str(list(range(1, 5000)))
     error = refuse(BASE.replace("[16]", many) + f"  batch: {many}\n  head_dim: {many}\n")
     assert (error.line, error.key) == (2, "grid")
-    assert "limit is 1000000" in error.rule
+    assert "limit is 100000" in error.rule
+
+
+def test_exclusions_beyond_all_measure_are_refused_before_they_are_applied(refuse):
+    sizes, drops = str(list(range(1, 2001))), "".join(f"- {{seq_len: {n}}}\n" for n in range(1, 1001))
+    error = refuse(BASE.replace("[16]", sizes) + f"exclude:\n{drops}")
+    assert (error.line, error.key) == (9, "exclude")
+    assert "1000 entries over 4000 cells are 4000000 comparisons, and the limit is 2000000" in error.rule
+
+
+def test_a_grid_that_is_nearly_all_impossible_is_not_searched_to_its_end(refuse):
+    sizes = str(list(range(1, 300)))
+    error = refuse(f"name: a\ngrid: {{variant: mha, embed_dim: {sizes}, heads: {sizes}, seq_len: 4}}\n")
+    assert "impossible for mha" in error.rule and len(error.problems) == MAX_CLASHES
+
+
+def test_values_beyond_all_measure_are_refused(refuse):
+    error = refuse(BASE + "description: [" + "1, " * 20_000 + "]\n")
+    assert (error.line, error.rule) == (9, "holds more than 20000 values once its aliases are expanded")
+
+
+def test_many_exclusions_of_many_includes_are_prepared_once(load):
+    """Once for each include, this would take a minute."""
+    entries = "".join(f"- {{variant: mha, embed_dim: 64, heads: 4, seq_len: {n}}}\n" for n in range(1, 1001))
+    drops = "".join(f"- {{seq_len: {n}}}\n" for n in range(1, 1000))
+    with at_most(5.0):
+        suite = load(f"name: a\ninclude:\n{entries}exclude:\n{drops}")
+    assert [case.seq_len for case in suite.cases] == [1000]
 
 
 # Kernels
@@ -631,7 +712,9 @@ SCALARS = st.one_of(
     st.text(max_size=5),
     st.sampled_from([*VARIANTS, *MASKS, "prefill", "decode", "float16", "eager", "sdpa", "a.b:c", "x.py:f", "eagr"]),
 )
-KEYS = st.sampled_from([*AXES, "name", "grid", "include", "exclude", "timing", "regimes", "budget_s", "seed", "hads"])
+KEYS = st.sampled_from(
+    [*AXES, "name", "grid", "include", "exclude", "timing", "limits", "regimes", "budget_s", "seed", "hads"]
+)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),

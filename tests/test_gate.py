@@ -206,7 +206,7 @@ def test_another_machine_or_config_is_told_and_is_no_failure(tmp_path: Path) -> 
 def test_what_cannot_be_a_baseline(tmp_path: Path) -> None:
     with pytest.raises(GateError, match="no cells"):
         accept(folder(tmp_path / "empty"), tmp_path / "baseline")
-    with pytest.raises(GateError, match="several records of a"):
+    with pytest.raises(store.StoreError, match="a is recorded twice"):
         accept(folder(tmp_path / "twice", record(), record()), tmp_path / "baseline")
     with pytest.raises(GateError, match="has no `name`"):
         accept(folder(tmp_path / "nameless", record(), config="grid: {}\n"), tmp_path / "baseline")

@@ -1,18 +1,29 @@
 """A user's own kernel: how it is found, what it is called with, and what it is never asked to do."""
 
+import os
+import random
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import harness
+from harness.config import load_suite
+from harness.document import Timing
+from harness.job import Job, perform
 from harness.kernels.call import Unsupported
 from harness.kernels.plugin import PluginError, from_function, load
+from harness.record import STATUSES, Record
 
 B, H, H_kv, L, D = 2, 4, 2, 5, 8
 INF = float("inf")
@@ -117,7 +128,7 @@ def test_a_file_may_define_a_dataclass(file):
 
 def test_a_function_of_a_module():
     kernel = load("torch.nn.functional:scaled_dot_product_attention")
-    assert kernel.origin == F.__file__ and not kernel.shielded
+    assert kernel.origin.startswith(f"{F.__file__} sha256:") and not kernel.shielded
     torch.testing.assert_close(harness.attention(*qkv(), kernel=kernel), harness.attention(*qkv()))
 
 
@@ -281,3 +292,201 @@ def test_unsupported_is_said_never_guessed(kernel, options, message):
 def test_a_callable_keeps_its_name():
     assert from_function(F.scaled_dot_product_attention, "mine").name == "mine"
     assert harness.kernels.front.find_kernel(Recorder()).name == "Recorder"
+
+
+# Whatever a file does: it is refused by its name or has a row, and leaves nothing changed
+
+HEADER = "import os, random, sys, warnings\nimport numpy as np\nimport torch\nimport torch.nn.functional as F\n"
+DISTURBANCES = (
+    *("pass", "print('hello')", "print('x', file=sys.stderr)", "sys.stdout.write('y' * 5000)", "warnings.warn('old')"),
+    *("torch.set_default_dtype(torch.float64)", "torch.set_grad_enabled(False)", "torch.set_num_threads(3)"),
+    *("torch.manual_seed(1)", "torch.rand(1)", "np.random.seed(1)", "random.seed(1)", "os.chdir('/')"),
+    *("torch.set_default_device('meta')", "torch.use_deterministic_algorithms(True)", "os.environ['LEFT'] = '1'"),
+    *("torch.backends.mha.set_fastpath_enabled(False)", "sys.stdout = None", "sys.setrecursionlimit(5000)"),
+    *("raise RuntimeError('no gpu')", "raise MemoryError", "sys.exit(3)", "sys.exit()", "exit('bye')", "1 / 0"),
+    *(
+        "raise StopIteration",
+        "assert False",
+        "raise UnicodeError('\\ud800')",
+        "raise Exception",
+        "import no_such_module",
+    ),
+    *("raise SyntaxError('odd')", "raise ValueError('\\x1b[31m' * 999)", "raise KeyError(torch.ones(2))"),
+)
+CHANGES_TO_INPUTS = (
+    "pass",
+    "q.zero_()",
+    "k.add_(1)",
+    "v.mul_(2)",
+    "q.requires_grad_()",
+    "v.resize_(0)",
+    "del q",
+    "q = None",
+)
+SIGNATURES = (
+    "(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, **options)",
+    "(q, k, v, attn_mask=None, *, is_causal=False, scale=None, enable_gqa=False, **options)",
+    *(
+        "(q, k, v)",
+        "()",
+        "(*tensors)",
+        "(**options)",
+        "(q, k, v, mask)",
+        "(query, key, value, **options)",
+        "(q, k, v, /)",
+    ),
+)
+RETURNS = (
+    *(
+        "out",
+        "None",
+        "(out, None)",
+        "[out]",
+        "{'out': out}",
+        "out.tolist()",
+        "3.0",
+        "'text'",
+        "torch",
+        "F",
+        "(yield out)",
+    ),
+    *(
+        "out.double()",
+        "out.half()",
+        "out.long()",
+        "out > 0",
+        "torch.complex(out, out)",
+        "out.to('meta')",
+        "out.detach()",
+    ),
+    *(
+        "out.flatten()",
+        "out[..., :1]",
+        "out[:0]",
+        "out[None]",
+        "out.transpose(1, 2)",
+        "torch.empty(0)",
+        "out.to_sparse()",
+    ),
+    *(
+        "out * float('nan')",
+        "out + 1",
+        "out * 1.5",
+        "q",
+        "v",
+        "out.detach().numpy()",
+        "np.ones(3)",
+        "torch.nn.Linear(2, 2)",
+    ),
+)
+WRONG_FILES = (
+    "",
+    "x = 1",
+    "kernel = 3",
+    "def other(): pass",
+    "kernel = None",
+    "kernel = (",
+    "\tkernel",
+    "return",
+    "\x00",
+)
+CORE = "F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)"
+# What a file sets for its own later imports stays, so this one is only done by the function.
+AT_IMPORT = [disturbance for disturbance in DISTURBANCES if "environ" not in disturbance]
+
+
+def mostly(usual: str, others: Sequence[str], times: int) -> st.SearchStrategy[str]:
+    """With every part odd, hardly a file would get as far as the comparison."""
+    return st.sampled_from([usual] * times + list(others))
+
+
+def kernel_file(
+    *,
+    at_import: str = "pass",
+    signature: str = SIGNATURES[0],
+    effect: str = "pass",
+    change: str = "pass",
+    result: str = "out",
+) -> str:
+    lines = [effect, f"out = {CORE}", change, f"return {result}"]
+    return f"{HEADER}{at_import}\ndef kernel{signature}:\n" + "".join(f"    {line}\n" for line in lines)
+
+
+FILES = st.sampled_from(WRONG_FILES) | st.builds(
+    kernel_file,
+    at_import=mostly("pass", AT_IMPORT, 60),
+    signature=mostly(SIGNATURES[0], SIGNATURES, 15),
+    effect=mostly("pass", DISTURBANCES, 15),
+    change=mostly("pass", CHANGES_TO_INPUTS, 15),
+    result=mostly("out", RETURNS, 15),
+)
+CELLS = load_suite(
+    {
+        "name": "x",
+        "include": [
+            {"variant": ["mha", "gqa"], "embed_dim": 8, "heads": 2, "kv_heads": 1, "seq_len": 4, "mask": "causal",
+             "phase": ["prefill", "decode", "train"]},
+        ],
+    }
+).cases  # fmt: skip
+
+
+def global_state() -> tuple[Any, ...]:
+    """Asked of torch, numpy and Python, not of the code that puts it back."""
+    return (
+        *(torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(), torch.is_grad_enabled()),
+        *(torch.get_rng_state().tolist(), torch.are_deterministic_algorithms_enabled()),
+        *(torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_enabled("cpu"), torch.empty(1).device),
+        *(np.random.get_state()[1].tolist(), random.getstate(), os.getcwd(), sys.stdout, sys.stderr),  # type: ignore[index]
+        os.environ.get("LEFT"),
+    )
+
+
+def judged(source: str, path: Path, cell: int) -> Record | PluginError:
+    path.write_text(source)
+    case = replace(CELLS[cell % len(CELLS)], kernel=f"{path}:kernel")
+    job = Job(case=case, seed=0, regimes=("plain",), timing=Timing(enabled=False), threads=torch.get_num_threads())
+    before = global_state()
+    try:
+        return perform(job)
+    except PluginError as refused:
+        return refused
+    finally:
+        assert global_state() == before
+
+
+@given(source=FILES, cell=st.integers(0, 5))
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+def test_any_file_is_refused_or_has_a_row(tmp_path_factory, source, cell):
+    path = tmp_path_factory.getbasetemp() / "fuzzed_kernel.py"
+    found = judged(source, path, cell)
+    if isinstance(found, PluginError):
+        assert str(path) in str(found)
+    else:
+        assert found.status in STATUSES
+        assert (found.error is None) == (found.status == "ok"), found
+        assert found.error is None or found.error.strip()
+
+
+@pytest.mark.parametrize("result", [result for result in RETURNS if result not in ("out", "out.detach()")])
+def test_no_wrong_result_is_ok(tmp_path, result):
+    found = judged(kernel_file(result=result), tmp_path / "mine.py", cell=0)
+    assert isinstance(found, Record) and found.status in ("mismatch", "error"), found
+
+
+@pytest.mark.parametrize("effect", DISTURBANCES)
+def test_what_a_kernel_does_beside_its_work_is_undone_or_named(tmp_path, effect):
+    found = judged(kernel_file(effect=effect), tmp_path / "mine.py", cell=0)
+    assert isinstance(found, Record)
+    stops = effect.startswith(
+        ("raise", "sys.exit", "exit", "1 /", "assert", "import", "warnings", "torch.set_default_device")
+    )
+    allowed = {"error", "oom", "mismatch"} if stops else {"ok", "error"}
+    assert found.status in allowed, found
+    assert (found.status == "oom") == ("MemoryError" in effect)
+
+
+@pytest.mark.parametrize("change", ["q.zero_()", "k.add_(1)", "v.mul_(2)"])
+def test_a_kernel_that_changes_its_inputs_is_not_ok(tmp_path, change):
+    found = judged(kernel_file(change=change), tmp_path / "mine.py", cell=0)
+    assert isinstance(found, Record) and found.status == "mismatch" and found.error

@@ -1,11 +1,13 @@
-"""Nothing measured is lost: records round-trip, tables keep their types, folders are never overwritten."""
+"""Nothing measured is lost: records round-trip, damage is seen, tables keep types, folders are never overwritten."""
 
 import json
 import logging
 import math
 import os
+import random
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from harness import store
 from harness.environment import collect
 from harness.record import COLUMNS, Record
 from harness.store import RunFolder, StoreError
+from harness.store.line import dumps, seal
 
 
 def record(case_id: str = "mha-1", **values: Any) -> Record:
@@ -106,23 +109,31 @@ def test_a_last_line_that_only_lacks_its_newline_is_kept(run: RunFolder, caplog:
     path = run.path / store.RECORDS
     path.write_bytes(path.read_bytes()[:-1])
     assert [one.case_id for one in store.read_records(run.path)] == ["a"]
-    assert not caplog.text
+    assert "torn" not in caplog.text
 
 
-def broken(**changes: Any) -> str:
-    run = store._dumps(record())
-    return json.dumps(json.loads(run) | changes)
+def sealed(text: str) -> bytes:
+    """With a checksum that holds: damage that a checksum cannot see, such as a line of another version."""
+    return seal(text.encode())
+
+
+def broken(**changes: Any) -> bytes:
+    fields = json.loads(dumps(record()))
+    del fields["crc32"]
+    return sealed(json.dumps(fields | changes))
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{broken", "broken record"),
-        ("", "broken record"),
-        ("[" * 100_000, "broken record"),
-        ('{"a": NaN}', "NaN is not JSON"),
-        ("[1]", "must be a JSON object"),
-        ('{"case_id": "x"}', "missing fields batch, bias"),
+        (b"{broken\n", "broken record: not one whole JSON object"),
+        (b"\n", "broken record"),
+        (b"[" * 100_000 + b"\n", "broken record"),
+        (sealed('{"a": NaN}'), "NaN is not JSON"),
+        (sealed("[1]"), "broken record"),
+        (sealed('{"case_id": "x"}'), "missing fields batch, bias"),
+        (b'{"case_id": "x"}\n', "written by an older version of harness"),
+        (b'{"case_id": "x", "crc32": "12345678"}\n', "its crc32 is '12345678', but its bytes give"),
         (broken(moon=1), "unknown fields moon"),
         (broken(status="fine"), "unknown status 'fine'; known: ok"),
         (broken(heads="8"), "field heads must be"),
@@ -133,15 +144,78 @@ def broken(**changes: Any) -> str:
         (broken(samples_s=[]), "field samples_s must be"),
     ],
 )
-def test_a_broken_line_is_an_error_with_its_place(run: RunFolder, line: str, message: str) -> None:
+def test_a_broken_line_is_an_error_with_its_place(run: RunFolder, line: bytes, message: str) -> None:
     run.append(record())
     path = run.path / store.RECORDS
-    path.write_text(path.read_text() + line + "\n")
+    path.write_bytes(path.read_bytes() + line)
     run.append(record("later"))
     with pytest.raises(StoreError) as caught:
         store.read_records(run.path)
     assert str(caught.value).startswith(f"{path}:2: ")
     assert message in str(caught.value)
+
+
+def test_every_line_carries_the_checksum_of_what_stands_before_it(run: RunFolder) -> None:
+    run.append(record(error="naïve"))
+    line = (run.path / store.RECORDS).read_bytes()
+    body, _, seal = line.rpartition(b',"crc32":"')
+    assert seal == f'{zlib.crc32(body):08x}"}}\n'.encode()
+    assert list(json.loads(line))[-1] == "crc32"
+
+
+def test_every_flipped_bit_is_seen(run: RunFolder) -> None:
+    for name in ("a", "b"):
+        run.append(record(name))
+    path = run.path / store.RECORDS
+    honest = path.read_bytes()
+    first = honest.index(b"\n")
+    chance = random.Random(0)
+    for at in [*chance.sample(range(first), 300), first]:
+        for bit in range(8):
+            path.write_bytes(honest[:at] + bytes([honest[at] ^ 1 << bit]) + honest[at + 1 :])
+            with pytest.raises(StoreError, match=r"records\.jsonl:1: "):
+                store.read_records(run.path)
+
+
+def test_a_second_record_of_a_case_is_refused_with_both_lines(run: RunFolder) -> None:
+    for name in ("a", "b", "a"):
+        run.append(record(name))
+    with pytest.raises(StoreError, match=r"jsonl:3: a is recorded twice; the other is .*jsonl:1$"):
+        store.read_records(run.path)
+
+
+def test_the_last_attempt_counts_and_none_may_be_lost(run: RunFolder) -> None:
+    for name, attempt, status in (("a", 1, "error"), ("b", 1, "ok"), ("a", 3, "oom"), ("a", 2, "ok")):
+        run.append(record(name, attempt=attempt, status=status))
+    assert [(r.case_id, r.status) for r in store.read_records(run.path)] == [("a", "oom"), ("b", "ok")]
+    run.append(record("b", attempt=3))
+    with pytest.raises(StoreError, match=r"jsonl:5: attempt 3 of b, but attempt 2 is not there"):
+        store.read_records(run.path)
+
+
+FULL = """\
+import resource, sys
+from pathlib import Path
+from harness import store
+from tests.test_store import record
+run = store.RunFolder.create(Path(sys.argv[1]), "smoke")
+run.append(record("a"))
+size = (run.path / store.RECORDS).stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))
+try:
+    run.append(record("b"))
+except store.StoreError as error:
+    print(error)
+print((run.path / store.RECORDS).stat().st_size == size, [r.case_id for r in store.read_records(run.path)])
+"""
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path / "r"], cwd=root, capture_output=True, text=True)
+    told, left = done.stdout.splitlines()
+    assert told == f"{tmp_path}/r/records.jsonl: cannot be written: File too large; cut back to its last whole line"
+    assert left == "True ['a']"
 
 
 def test_bytes_that_are_no_utf8_are_an_error(run: RunFolder) -> None:
@@ -158,7 +232,8 @@ def test_a_folder_without_records_is_named(tmp_path: Path) -> None:
 def test_a_used_folder_is_refused_and_untouched(run: RunFolder) -> None:
     run.append(record())
     before = lines(run)
-    with pytest.raises(StoreError, match=r"already holds records\.jsonl"):
+    run.close()
+    with pytest.raises(StoreError, match=r"already holds records\.jsonl.*--resume"):
         RunFolder.create(run.path, "smoke")
     assert lines(run) == before
 
@@ -178,6 +253,8 @@ def test_a_file_as_out_is_refused(tmp_path: Path) -> None:
 def test_own_folders_are_unique_and_latest_follows(tmp_path: Path) -> None:
     root = tmp_path / "results"
     runs = [RunFolder.create(None, "smoke", root) for _ in range(5)]
+    for one in runs:
+        one.close()
     assert len({one.path for one in runs}) == 5
     assert all(one.path.name.startswith("smoke-") for one in runs)
     latest = root / "latest"

@@ -1,29 +1,149 @@
-"""`harness report`: tables, summary and pictures, rebuilt from a run's records."""
+"""`harness report`: tables, summary, page and pictures, rebuilt from the records of one run or several."""
 
 import argparse
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.console import terminal
+from harness.errors import BadInput
 from harness.exits import EQUAL
 
-HELP = "rebuild tables and summary.md from a run's records"
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from harness.report.page import Run
+
+log = logging.getLogger(__name__)
+
+HELP = "rebuild report.html, tables and summary.md from a run's records"
+DESCRIPTION = """\
+Rebuilds from the stored records, without torch, what people read: results.csv, results.parquet and summary.md in each
+run's folder, and report.html: one file that opens offline, with the verdict, trade-offs, errors, speed and all cells.
+Several folders are shown side by side in one page.
+"""
+EPILOG = """\
+examples:
+  harness report                                           results/latest/report.html
+  harness report results/a results/b --out both.html       two runs side by side
+  harness report --format png --out docs/tradeoffs.png     the trade-offs as a picture
+  harness report --baseline results/baseline --sensitivity results/sensitivity-20261116T151138Z
+"""
+# The file that each format becomes in its folder, unless --out names another.
+FILES = {
+    "html": "report.html",
+    "md": "summary.md",
+    "csv": "results.csv",
+    "png": "tradeoffs.png",
+    "svg": "tradeoffs.svg",
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("results/latest"))
-    parser.add_argument("--figure", metavar="FILE", type=Path, help="also draw the trade-offs (.png, .svg or .html)")
+    parser.add_argument("folders", metavar="DIR", type=Path, nargs="*", default=[Path("results/latest")])
+    parser.add_argument(
+        "--format", action="append", choices=tuple(FILES), help="what to write; repeat for several (default: html)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        type=Path,
+        help="the file to write, or for several formats their folder (default: the run's folder; "
+        "for several runs the current one)",
+    )
+    parser.add_argument("--baseline", metavar="DIR", type=Path, help="show what the gate says against this baseline")
+    parser.add_argument("--sensitivity", metavar="DIR", type=Path, help="show the tables of this sensitivity study")
 
 
 def execute(options: argparse.Namespace) -> int:
     from harness.report import rebuild
     from harness.report.terminal import print_summary
 
-    frame = rebuild(options.folder)
-    if options.figure is not None:
+    frames = [rebuild(folder) for folder in options.folders]
+    runs = _runs(options, frames)
+    formats = list(dict.fromkeys(options.format or _default_formats()))
+    # A single run's own tables and summary are written already, by `rebuild`.
+    own = ("md", "csv") if options.out is None and len(runs) == 1 else ()
+    written = [_write(each, runs, _target(options, formats, each)) for each in formats if each not in own]
+    if not options.quiet:
+        for folder, frame in zip(options.folders, frames, strict=True):
+            share, elapsed = frame.attrs["measured_share"], frame.attrs["elapsed"]
+            print_summary(frame, terminal(), folder=folder, measured_share=share, elapsed=elapsed)
+        for path in written:
+            terminal().print(str(path), highlight=False, markup=False, soft_wrap=True)
+    return EQUAL
+
+
+def _default_formats() -> list[str]:
+    """The page, where it can be made; asked for by name it is an error instead."""
+    from harness.report.page import missing_packages
+
+    if lost := missing_packages():
+        log.warning("no report.html: it needs %s (the `report` extra)", ", ".join(lost))
+        return []
+    return ["html"]
+
+
+def _runs(options: argparse.Namespace, frames: "Sequence[pd.DataFrame]") -> "list[Run]":
+    from harness.report.page import read_run
+
+    labels = labels_of(options.folders)
+    return [
+        read_run(
+            folder,
+            label=label,
+            notes=tuple(frame.attrs.get("notes", ())),
+            baseline=options.baseline,
+            # A study belongs to no run: one table of it is enough.
+            sensitivity=options.sensitivity if folder == options.folders[0] else None,
+        )
+        for folder, label, frame in zip(options.folders, labels, frames, strict=True)
+    ]
+
+
+def labels_of(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, or their paths where two have the same name."""
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    paths = [str(folder) for folder in folders]
+    if len(set(paths)) != len(paths):
+        raise BadInput("the same folder is given twice")
+    return paths
+
+
+def _target(options: argparse.Namespace, formats: Sequence[str], wanted: str) -> Path:
+    name = FILES[wanted]
+    if options.out is None:
+        return (options.folders[0] if len(options.folders) == 1 else Path()) / name
+    if len(formats) == 1 and not options.out.is_dir():
+        return Path(options.out)
+    return Path(options.out) / name
+
+
+def _write(wanted: str, runs: "Sequence[Run]", path: Path) -> Path:
+    from harness import store
+    from harness.report.markdown import summary_markdown
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if wanted == "html":
+        from harness.report.page import write_page
+
+        write_page(runs, path)
+    elif wanted in ("png", "svg"):
         from harness.report.figure import save
 
-        save(frame, options.figure)
-    if not options.quiet:
-        share, elapsed = frame.attrs["measured_share"], frame.attrs["elapsed"]
-        print_summary(frame, terminal(), folder=options.folder, measured_share=share, elapsed=elapsed)
-    return EQUAL
+        if path.suffix != f".{wanted}":
+            raise BadInput(f"{path}: a {wanted} must end in .{wanted}")
+        save(runs, path)
+    elif wanted == "csv":
+        import pandas as pd
+
+        several = [run.frame.assign(run=run.label) if len(runs) > 1 else run.frame for run in runs]
+        text = pd.concat(several, ignore_index=True).to_csv(index=False, lineterminator="\n")
+        store.write_atomically(path, text.encode())
+    else:
+        texts = [summary_markdown(run.frame, run.environment, suite=run.label) for run in runs]
+        store.write_atomically(path, "\n".join(texts).encode())
+    return path

@@ -1,15 +1,17 @@
-"""`harness run`: measure every cell of a grid."""
+"""`harness run`: measure every cell of a grid, or go on with a run that was cut short."""
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
-from harness.arguments import shard
+from harness.arguments import positive, shard
 from harness.console import terminal
-from harness.exits import EQUAL, NOT_EQUAL
+from harness.exits import EQUAL, INTERRUPTED
 
 HELP = "measure every cell of a grid"
+EXECUTORS = ("local", "here", "ray")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +27,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", metavar="I/N", type=shard, help="only every N-th case, from the I-th on")
     parser.add_argument("--strict", action="store_true", help="a degraded cell fails the run too")
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out (default: results/latest); skip what is done"
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="with --resume: repeat cells with an error, timeout or oom"
+    )
+    parser.add_argument(
+        "--even-if-changed", action="store_true", help="with --resume: whatever changed since; the report will say so"
+    )
+    parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default="local",
+        help="where cells are measured: in worker processes (default), in this one, or on a Ray cluster",
+    )
+    parser.add_argument(
+        "--jobs", metavar="N", type=positive, default=1, help="worker processes (local, and only without timing)"
+    )
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -32,37 +52,62 @@ def execute(options: argparse.Namespace) -> int:
     # slower, because each barrier then waits for the scheduler; these spin for microseconds, then sleep.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     if options.dry_run:
-        from harness.config import load_suite
-        from harness.report.plan import print_plan
-        from harness.runner import take_shard
+        return _show_plan(options)
 
-        suite = load_suite(options.config, kernels=options.kernel)
-        print_plan(suite, take_shard(suite.cases, options.shard), terminal(), every=options.verbose)
-        return EQUAL
+    from harness.report.finish import finish
+    from harness.runner import Interrupted, run
 
-    from harness.report.summary import judge
-    from harness.report.terminal import print_summary
-    from harness.runner import run
-
-    frame = run(
-        options.config,
-        options.out,
-        kernels=options.kernel,
-        shard=options.shard,
-        quiet=options.quiet,
-        started=_process_start(),
-    )
-    if not options.quiet:
-        print_summary(
-            frame,
-            terminal(),
-            folder=Path(frame.attrs["folder"]),
-            measured_share=frame.attrs["measured_share"],
-            elapsed=frame.attrs["elapsed"],
+    try:
+        frame = run(
+            options.config,
+            options.out,
+            kernels=options.kernel,
+            shard=options.shard,
+            resume=options.resume,
+            retry=options.retry,
+            even_if_changed=options.even_if_changed,
+            executor=options.executor,
+            jobs=options.jobs,
+            quiet=options.quiet,
+            started=_process_start(),
+            command=command_line(options),
         )
-    verdict = judge(frame)
-    degraded = options.strict and verdict.statuses.get("degraded", 0)
-    return EQUAL if verdict.passed and not degraded else NOT_EQUAL
+    except Interrupted as interrupted:
+        print(f"harness: {interrupted}", file=sys.stderr)
+        return INTERRUPTED
+    return finish(frame, Path(frame.attrs["folder"]), quiet=options.quiet, strict=options.strict)
+
+
+def _show_plan(options: argparse.Namespace) -> int:
+    from harness import store
+    from harness.config import load_suite
+    from harness.report.plan import print_plan
+    from harness.runner import RESULTS, left_to_do, take_shard
+
+    suite = load_suite(options.config, kernels=options.kernel)
+    cases = take_shard(suite.cases, options.shard)
+    folder = options.out or RESULTS / store.LATEST
+    if options.resume and (folder / store.RECORDS).exists():
+        planned = {case.case_id for case in cases}
+        finished = [record for record in store.read_records(folder) if record.case_id in planned]
+        left = left_to_do(cases, finished, retry=options.retry)
+        cases = [case for case in cases if case.case_id in left]
+    print_plan(suite, cases, terminal(), every=options.verbose)
+    return EQUAL
+
+
+def command_line(options: argparse.Namespace) -> list[str]:
+    """The same run again, without what belongs to one session of it: the folder, and how it goes on."""
+    words = ["run", options.config]
+    for kernel in options.kernel:
+        words += ["--kernel", kernel]
+    if options.shard is not None:
+        words += ["--shard", "{}/{}".format(*options.shard)]
+    if options.executor != "local":
+        words += ["--executor", options.executor]
+    if options.jobs != 1:
+        words += ["--jobs", str(options.jobs)]
+    return [*words, *(flag for flag in ("--strict", "--quiet", "--verbose") if getattr(options, flag[2:]))]
 
 
 def _process_start() -> float:

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,19 +80,31 @@ def _import_file(path: Path) -> tuple[Any, str]:
     except OSError as error:
         raise PluginError(f"{path}: cannot be read: {error.strerror}") from error
     digest = hashlib.sha256(source).hexdigest()
-    name = f"harness_plugin_{digest[:12]}"
+    origin = f"{path} sha256:{digest[:16]}"
+    # Once a process for each file and content: it may compile for minutes, and dozens of cases ask for it.
+    place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    name = f"harness_plugin_{place[:8]}_{digest[:12]}"
+    if name in sys.modules:
+        return sys.modules[name], origin
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    # Not by the loader: its bytecode cache misses an edit within a second that keeps the size.
-    _execute(lambda: exec(compile(source, str(path), "exec"), vars(module)), str(path))
-    return module, f"{path} sha256:{digest[:16]}"
+    try:
+        # Not by the loader: its bytecode cache misses an edit within a second that keeps the size.
+        _execute(lambda: exec(compile(source, str(path), "exec"), vars(module)), str(path))
+    except BaseException:
+        del sys.modules[name]  # half a module is none
+        raise
+    return module, origin
 
 
 def _import_module(name: str) -> tuple[Any, str]:
     module = _execute(lambda: importlib.import_module(name), name)
-    return module, getattr(module, "__file__", None) or name
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return module, name
+    return module, f"{file} sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
 
 
 def _execute(importing: Callable[[], Any], place: str) -> Any:

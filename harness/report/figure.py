@@ -1,49 +1,55 @@
-"""One picture of a run: what each variant keeps per token against what a decode step costs."""
+"""The page's trade-off picture as a file of its own: a panel for each size."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from harness.errors import BadInput
 from harness.report.summary import EQUAL
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-def tradeoffs(frame: pd.DataFrame) -> Any:
-    """KV bytes per token against decode latency, one panel per size; the error bars are the samples' own interval."""
+    from harness.report.page import Run
+
+PANELS = 8  # more are no picture; the page shows them one by one
+
+
+def tradeoffs(runs: "Sequence[Run]") -> Any:
+    """KV bytes per token against decode latency, one panel per setting."""
     import altair as alt
 
+    from harness.report.page.charts import tradeoffs as layers
+    from harness.report.page.rows import combine
+
+    frame = combine(runs)
     shown = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL) & frame["latency_ms"].notna()]
-    shown = shown[(shown["dtype"] == "float32") & (shown["mask"] == "causal")].copy()
+    shown = shown[(shown["dtype"] == "float32") & (shown["mask"] == "causal")]
     if shown.empty:
         raise BadInput("this run has no equal float32 causal decode cell to draw")
-    # The interval of the ratio, carried over to the latency itself.
-    for end in ("lo", "hi"):
-        shown[end] = shown["latency_ms"] * shown[f"latency_ratio_{end}"] / shown["latency_ratio"]
-    shown["size"] = "E " + shown["embed_dim"].astype(str) + ", S " + shown["seq_len"].astype(str)
-    x = alt.X(
-        "kv_bytes_per_token:Q",
-        title="KV cache, bytes per token and layer",
-        scale=alt.Scale(type="log", base=2, padding=12),
+    panels = _fullest(shown)
+    wanted = ["variant", "run", "series", "setting", "kv_bytes_per_token", "latency_ms", "latency_ratio",
+              "latency_ratio_lo", "latency_ratio_hi", "params"]  # fmt: skip
+    drawn = shown.loc[shown["setting"].isin(panels), wanted].reset_index(names="row")
+    chart = layers(
+        drawn, variants=list(dict.fromkeys(drawn["variant"])), runs=list(dict.fromkeys(drawn["run"]))
+    ).properties(width=270, height=220)
+    return chart.facet(facet=alt.Facet("setting:N", title=None, sort=panels), columns=2).resolve_scale(
+        x="shared", y="independent"
     )
-    color = alt.Color("variant:N", sort=None, scale=alt.Scale(scheme="tableau10"), legend=None)
-    base = alt.Chart(shown).encode(x=x, color=color)
-    points = base.mark_point(filled=True, size=70).encode(y=alt.Y("latency_ms:Q", title="decode step, ms"))
-    bars = base.mark_rule().encode(y="lo:Q", y2="hi:Q")
-    # Named where they stand: no legend to look up, and readable without colours.
-    names = base.mark_text(align="left", dx=7).encode(y="latency_ms:Q", text="variant:N")
-    panels = (
-        (bars + points + names)
-        .properties(width=210, height=170)
-        .facet(facet=alt.Facet("size:N", title=None), columns=4)
-    )
-    return panels.resolve_scale(x="shared", y="independent")
 
 
-def save(frame: pd.DataFrame, path: Path) -> None:
-    """PNG, SVG or HTML, by the file's ending; drawn offline."""
-    if path.suffix not in (".png", ".svg", ".html"):
-        raise BadInput(f"{path}: must end in .png, .svg or .html")
+def _fullest(frame: pd.DataFrame) -> list[str]:
+    """The settings with the most to compare, in the run's order."""
+    counts = frame.groupby("setting", sort=False)["series"].nunique().sort_values(ascending=False, kind="stable")
+    return [setting for setting in dict.fromkeys(frame["setting"]) if setting in counts.index[:PANELS]]
+
+
+def save(runs: "Sequence[Run]", path: Path) -> None:
+    """PNG or SVG, by the file's ending; drawn offline."""
+    if path.suffix not in (".png", ".svg"):
+        raise BadInput(f"{path}: must end in .png or .svg")
+    chart = tradeoffs(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
-    chart = tradeoffs(frame)
     chart.save(str(path), **({"scale_factor": 2} if path.suffix == ".png" else {}))

@@ -1,11 +1,13 @@
 """Everything in a run's folder that can be derived is derived again from its records."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from harness import store
 from harness.gate import suite_name
+from harness.kernels.names import is_plugin
 from harness.record import Record
 from harness.report.markdown import summary_markdown
 
@@ -13,11 +15,16 @@ SUMMARY = "summary.md"
 
 
 def rebuild(folder: Path, *, suite: str | None = None, elapsed: float | None = None) -> pd.DataFrame:
-    """Tables and summary.md. `elapsed` is the run's wall time where known, else the time its cases took."""
+    """Tables and summary.md. `elapsed` is the run's wall time where known, else the time its cases took.
+
+    `frame.attrs` holds what else is to be told: which cells are missing, how to go on, and which file each kernel of a
+    user's own came from.
+    """
     folder = Path(folder)
-    records = store.read_records(folder)
-    frame = store.write_tables(folder, records)
-    share, seconds = measured_share(records, elapsed)
+    stored = store.read(folder)
+    frame = store.write_tables(folder, stored.records)
+    frame.attrs |= told(stored, folder)
+    share, seconds = measured_share(stored.records, elapsed)
     environment = store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None
     text = summary_markdown(
         frame, environment, suite=suite or known_name(folder), measured_share=share, elapsed=seconds
@@ -25,6 +32,23 @@ def rebuild(folder: Path, *, suite: str | None = None, elapsed: float | None = N
     store.write_atomically(folder / SUMMARY, text.encode())
     frame.attrs |= {"measured_share": share, "elapsed": seconds}
     return frame
+
+
+def told(stored: store.Stored, folder: Path) -> dict[str, Any]:
+    """What a table's readers must know besides its rows; kept in `frame.attrs`."""
+    manifest = stored.manifest
+    if manifest is None:
+        return {}
+    notes = []
+    if stored.lack:
+        command = manifest.resume_command(folder)
+        notes.append(f"{stored.lack}, resume with: {command}" if command else f"{stored.lack}, merged with --partial")
+    for name, origin in manifest.kernels.items():
+        if is_plugin(name):
+            notes.append(f"kernel {name} from {origin}")
+    if manifest.changes:
+        notes.append(f"put together although these changed: {'; '.join(manifest.changes)}")
+    return {"missing": list(stored.missing), "notes": notes}
 
 
 def known_name(folder: Path) -> str:

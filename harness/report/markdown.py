@@ -28,6 +28,7 @@ def summary_markdown(
     parts = [f"# {text(suite)}: {story.headline(verdict)}" if suite else f"# {story.headline(verdict)}"]
     worst = story.worst_line(verdict)
     parts.append(f"**{story.counts_line(verdict)}**" + (f"; {worst} in {code(verdict.worst_case_id)}" if worst else ""))
+    parts += [code(note) for note in frame.attrs.get("notes", ())]
     if len(frame):
         parts += _variants(summarise(frame))
     parts += _not_ok(not_ok(frame))

@@ -38,6 +38,8 @@ class Group:
 def headline(verdict: Verdict) -> str:
     if not any(status in EQUAL or status in FAILING for status in verdict.statuses):  # none, or all unsupported
         return "NOTHING COMPARED"
+    if verdict.missing and not any(status in FAILING for status in verdict.statuses):
+        return "INCOMPLETE"
     return "EQUAL" if verdict.passed else "NOT EQUAL"
 
 

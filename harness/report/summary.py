@@ -18,18 +18,21 @@ ORDER = ("mismatch", "error", "oom", "timeout", "degraded", "unsupported")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`worst_*` is None where no cell has an error ratio; `unjudged` failed without leaving one."""
+    """`worst_*` is None where no cell has an error ratio; `unjudged` failed without leaving one; `missing` cells were
+    planned and are not in the table."""
 
     cells: int
     statuses: dict[str, int]
     worst_err_ratio: float | None
     worst_case_id: str | None
     unjudged: int
+    missing: int = 0
 
     @property
     def passed(self) -> bool:
-        """Something was compared, and nothing failed."""
-        return any(status in EQUAL for status in self.statuses) and not any(s in FAILING for s in self.statuses)
+        """Something was compared, nothing failed, and nothing is missing."""
+        failed = any(status in FAILING for status in self.statuses)
+        return any(status in EQUAL for status in self.statuses) and not failed and not self.missing
 
 
 def judge(frame: pd.DataFrame) -> Verdict:
@@ -41,6 +44,7 @@ def judge(frame: pd.DataFrame) -> Verdict:
         worst_err_ratio=None if worst is None else float(worst["err_ratio"]),
         worst_case_id=None if worst is None else str(worst["case_id"]),
         unjudged=int((frame["status"].isin(FAILING) & frame["err_ratio"].isna()).sum()),
+        missing=len(frame.attrs.get("missing", ())),
     )
 
 

@@ -17,6 +17,7 @@ from harness.report.format import first_line, measured_line, plain
 from harness.report.summary import judge, not_ok, summarise
 
 SHOWN = 20
+SHOWN_FILES = ("report.html", "summary.md", "results.csv", "results.parquet", "records.jsonl")
 
 
 def print_summary(
@@ -40,8 +41,11 @@ def print_summary(
     console.print()
     if line := measured_line(measured_share, elapsed):
         _print(console, Text(line))
+    for note in frame.attrs.get("notes", ()):
+        _print_id(console, Text(plain(note)))
     if folder is not None:
-        _print_id(console, Text(f"{folder}/  summary.md results.csv results.parquet records.jsonl"))
+        written = [name for name in SHOWN_FILES if (folder / name).exists()]
+        _print_id(console, Text(f"{folder}/  {' '.join(written)}"))
 
 
 def print_findings(findings: Sequence[Finding], console: Console, *, suite: str) -> None:

@@ -32,8 +32,7 @@ class Cell:
         """The same reference beside a fresh candidate around `kernel`."""
         watch = WatchedKernel(kernel)
         options = VARIANTS[self.case.variant].swap_options
-        with preserved():  # a new module draws weights before it gets the reference's
-            module, report = swap(self.right.reference.module, to=VARIANT, kernel=watch.as_kernel(), **options)
+        module, report = swap(self.right.reference.module, to=VARIANT, kernel=watch.as_kernel(), **options)
         right = self.right.candidate
         candidate = dataclasses.replace(
             right,

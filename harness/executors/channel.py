@@ -1,0 +1,96 @@
+"""Messages between a parent and its worker: a length of 8 bytes, then JSON. No pickle: a worker runs anyone's code."""
+
+import json
+import os
+from numbers import Integral, Real
+from typing import Any
+
+from harness.record import Record
+
+HEADER_BYTES = 8
+MOST_BYTES = 256 << 20  # a record of the longest timing has 3 MB; more is no message of ours
+
+
+class BrokenMessage(Exception):
+    pass
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    # NaN and infinities go as Python's json writes them; the store has its own, strict form.
+    data = json.dumps(message, default=_plain, separators=(",", ":")).encode()
+    return len(data).to_bytes(HEADER_BYTES, "big") + data
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Integral):  # numpy's are no ints
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Record):
+        return vars(value)
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+def read_record(fields: Any) -> Record:
+    try:
+        return Record(**fields)
+    except TypeError as error:
+        raise BrokenMessage(f"not a record: {error}") from None
+
+
+class Inbox:
+    """Bytes in as they come, whole messages out."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        self._bytes += data
+        messages = []
+        while len(self._bytes) >= HEADER_BYTES:
+            size = int.from_bytes(self._bytes[:HEADER_BYTES], "big")
+            if size > MOST_BYTES:
+                raise BrokenMessage(f"a message of {size} bytes is announced")
+            if len(self._bytes) < HEADER_BYTES + size:
+                break
+            messages.append(_parse(bytes(self._bytes[HEADER_BYTES : HEADER_BYTES + size])))
+            del self._bytes[: HEADER_BYTES + size]
+        return messages
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BrokenMessage(f"not JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise BrokenMessage(f"a {type(message).__name__} instead of an object")
+    return message
+
+
+def send(handle: int, message: dict[str, Any]) -> None:
+    left = memoryview(pack(message))
+    while left:
+        left = left[os.write(handle, left) :]
+
+
+def receive(handle: int) -> dict[str, Any] | None:
+    """The next message, waited for; None when the other side is gone."""
+    inbox = Inbox()
+    size = HEADER_BYTES
+    header = _exactly(handle, size)
+    if header is None:
+        return None
+    inbox.feed(header)
+    body = _exactly(handle, int.from_bytes(header, "big"))
+    return None if body is None else inbox.feed(body)[0]
+
+
+def _exactly(handle: int, size: int) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        more = os.read(handle, size - len(data))
+        if not more:
+            return None
+        data += more
+    return data

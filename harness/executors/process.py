@@ -1,0 +1,148 @@
+"""The parent's side of one worker process: start it, speak to it, watch it, end it, and say what became of it."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness.executors.channel import Inbox, send
+from harness.executors.memory import Gauge, killed_for_memory
+
+CHUNK = 1 << 16
+KEPT_OUTPUT = 1 << 16
+LAST_WORDS = 2000
+ABORT_S = 0.5  # for the traceback of a worker that hangs
+
+
+class Worker:
+    """`messages` and `output` are handles to wait on; whoever waits calls `read_messages` and `read_output`."""
+
+    def __init__(self, allowed: int) -> None:
+        jobs, self._jobs = os.pipe()
+        self.messages, answers = os.pipe()
+        self.output, printed = os.pipe()
+        root = str(Path(harness.__file__).resolve().parent.parent)
+        python_path = os.environ.get("PYTHONPATH")
+        try:
+            self._process = subprocess.Popen(
+                # -P: a user's folder may hold a queue.py. The module is found by PYTHONPATH, wherever harness lies.
+                [sys.executable, "-P", "-m", "harness.executors.worker", str(jobs), str(answers), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                pass_fds=(jobs, answers),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, python_path)))},
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's business alone
+            )
+        finally:
+            for handle in (jobs, answers, printed):
+                os.close(handle)
+        os.set_blocking(self.messages, False)
+        os.set_blocking(self.output, False)
+        self._inbox, self._said = Inbox(), bytearray()
+        self._gauge = Gauge(self._process.pid)
+        self._kills_before = 0
+        self.started = self.asked = time.monotonic()
+        self.served = 0  # how much it has been asked for since its start
+        with contextlib.suppress(BrokenPipeError):  # already dead: whoever reads its messages will see
+            send(self._jobs, {"path": sys.path, "python_path": python_path, "allowed": allowed})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, message: dict[str, Any]) -> bool:
+        """False: it is dead, and has not begun."""
+        self._said.clear()
+        self._kills_before = killed_for_memory()
+        if not self.is_alive:
+            return False
+        try:
+            send(self._jobs, message)
+        except BrokenPipeError:
+            return False
+        self.asked = time.monotonic()
+        self.served += 1
+        return True
+
+    def read_messages(self) -> list[dict[str, Any]] | None:
+        """What has arrived, possibly nothing yet; None at the end. Raises BrokenMessage."""
+        messages: list[dict[str, Any]] = []
+        while data := _read(self.messages):
+            messages += self._inbox.feed(data)
+        return None if data == b"" and not messages else messages
+
+    def read_output(self) -> bool:
+        """Keeps the end of what it prints, and only that. False when it has closed its output."""
+        data = _read(self.output)
+        self._said += data or b""
+        del self._said[:-KEPT_OUTPUT]
+        return data != b""
+
+    def memory(self) -> int:
+        return self._gauge.read()
+
+    def abort(self) -> None:
+        """For one that hangs: SIGABRT makes it write down where, even in C code. Then the end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ABORT_S)
+        self.kill()
+
+    def strike(self) -> None:
+        """SIGKILL and nothing else, so that a signal handler may call it anywhere."""
+        if self._process.returncode is None:  # else its pid may be another's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """With all that it has started. Afterwards only what it said is left."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # also after its own end: the group lives on in what it started
+        self._process.wait()
+        if self._jobs >= 0:
+            for _ in range(KEPT_OUTPUT // CHUNK + 1):  # not for ever: a process that escaped may still write
+                if not self.read_output():
+                    break
+            for handle in (self._jobs, self.messages, self.output):
+                os.close(handle)
+            self._jobs = -1
+
+    def death(self) -> tuple[str, str]:
+        """Status and reason of one that ended by itself."""
+        code = self._process.wait()
+        if code >= 0:
+            return "error", f"the worker left with exit code {code}"
+        known = {number.value: number.name for number in signal.Signals}
+        if -code == signal.SIGKILL and killed_for_memory() > self._kills_before:
+            return "oom", "killed by SIGKILL: the machine ran out of memory"
+        return "error", f"killed by {known.get(-code, f'signal {-code}')}"
+
+    def last_words(self) -> str:
+        """The end of what it printed; of a crash's traceback the beginning, where the crash is."""
+        text = self._said.decode(errors="replace")
+        before, marker, trace = text.rpartition("Fatal Python error: ")
+        if marker:
+            trace = trace.partition("\nExtension modules: ")[0]
+            text = before[-LAST_WORDS // 4 :] + "\n" + marker + trace[: LAST_WORDS * 3 // 4]
+        lines = (re.sub(r"[^\S\n]+|[^\w\s!-~]", " ", line).strip() for line in text[-LAST_WORDS:].splitlines())
+        return "; ".join(line for line in lines if line and not line.startswith('File "<frozen '))
+
+
+def _read(handle: int) -> bytes | None:
+    """b"" at the end, None if there is nothing now."""
+    try:
+        return os.read(handle, CHUNK)
+    except BlockingIOError:
+        return None

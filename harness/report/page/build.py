@@ -1,0 +1,120 @@
+"""Runs -> one HTML string: no network, no foreign text that could become markup or script."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import BadInput
+from harness.report import story
+from harness.report.page import words
+from harness.report.page.bundle import vega_bundle
+from harness.report.page.rows import AXES, DERIVED, KEY_COLUMNS, combine, embedded
+from harness.report.page.run import Run
+
+STATIC = Path(__file__).parent / "static"
+# One concept a file; they share one scope, in this order.
+SCRIPTS = ("rows.js", "table.js", "pictures.js", "filters.js", "main.js")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    anchor: str
+    word: str
+
+
+def build_page(runs: Sequence[Run]) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    if not runs:
+        raise BadInput("a report needs at least one run")
+    if len(labels := {run.label for run in runs}) != len(runs):
+        raise BadInput(f"runs of one report need labels of their own, these are given twice: {', '.join(labels)}")
+    cards = [words.card(run) for run in runs]
+    sensitivity = [table for run in runs if run.sensitivity for table in words.sensitivity_tables(run.sensitivity)]
+    gates = [table for run in runs if (table := words.gate_table(run)) is not None]
+    css, script = (STATIC / "page.css").read_text(encoding="utf-8"), _script()
+    vega = vega_bundle()
+    for code in (css, script, vega):
+        if "</script" in code.lower() or "</style" in code.lower() or "<!--" in code:
+            raise AssertionError("a script or style of the page would end its own element")
+    jinja = Environment(loader=FileSystemLoader(STATIC), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return jinja.get_template("page.html.j2").render(
+        # Ours, or made harmless by `_json`; everything else is escaped.
+        css=Markup(css),
+        script=Markup(script),
+        vega=Markup(vega),
+        data=Markup(_json(_payload(runs))),
+        policy=_policy([vega, script], css),
+        title=words.title_of(runs),
+        headline=words.headline_of(cards),
+        runs=cards,
+        not_ok=words.not_ok_table(runs),
+        variant_tables=words.variant_tables(runs),
+        legend=story.LEGEND,
+        sensitivity=sensitivity,
+        gates=gates,
+        environment=words.environment_table(runs),
+        sections=_sections(bool(sensitivity), bool(gates)),
+    )
+
+
+def _sections(sensitivity: bool, gates: bool) -> list[Section]:
+    shown = [
+        ("verdict", "Verdict", True),
+        ("tradeoffs", "Trade-offs", True),
+        ("errors", "Errors", True),
+        ("speed", "Speed", True),
+        ("cells", "Cells", True),
+        ("sensitivity", "Sensitivity", sensitivity),
+        ("gate", "Gate", gates),
+        ("reproduce", "Reproduce", True),
+    ]
+    return [Section(anchor, word) for anchor, word, there in shown if there]
+
+
+def _payload(runs: Sequence[Run]) -> dict[str, Any]:
+    from harness.report.page.charts import DRAWN, STATUS_COLOURS, page_charts
+
+    frame = combine(runs)
+    return {
+        "columns": embedded(frame),
+        "length": len(frame),
+        "axes": AXES,
+        "keyColumns": KEY_COLUMNS,
+        "derived": DERIVED,
+        "drawn": DRAWN,
+        "statusColours": STATUS_COLOURS,
+        "charts": page_charts(frame),
+    }
+
+
+def _script() -> str:
+    parts = [(STATIC / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    return '"use strict";\n(() => {\n' + "\n".join(parts) + "\n})();\n"
+
+
+def _json(value: Any) -> str:
+    """JSON inside a script element: `<`, `>` and `&` cannot end it, U+2028 and U+2029 cannot end a line."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    # A lone surrogate, as an undecodable byte of a message becomes, cannot be written as UTF-8.
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _policy(scripts: Sequence[str], css: str) -> str:
+    """Nothing is loaded from anywhere, and only these very scripts run: an injected one has another hash."""
+    allowed = " ".join(_hash(script) for script in scripts)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(css)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,97 @@
+"""All runs in one table, as the page embeds it: column by column, each repeated word once, floats to five digits."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from harness.record import COLUMNS
+from harness.report.page.run import Run
+
+DIGITS = 5
+REPEATED = 2  # times that a value must occur on average, to be written once
+# Filters of the page, in its order; one is shown where its column has several values.
+AXES = ("run", "status", "variant", "kernel", "phase", "mask", "dtype", "seq_len", "embed_dim", "heads", "batch")
+# What the page's table shows first; the rest follows behind "all columns".
+KEY_COLUMNS = ("run", "case_id", "status", "err_ratio", "max_abs_err", "err_budget", "params", "kv_bytes_per_token",
+               "latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi",
+               "error")  # fmt: skip
+# What tells two cells of one variant apart although their setting is the same.
+OPTIONS = {"kv_heads": "kv", "q_lora_rank": "q-rank", "kv_lora_rank": "rank", "rope_head_dim": "rope",
+           "v_head_dim": "v-dim"}  # fmt: skip
+# For the pictures alone: which cells may share one, and what a point is called.
+DERIVED = ("setting", "family", "series")
+
+
+def combine(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row a cell of any run, with the columns the pictures need."""
+    frames = [run.frame[list(COLUMNS)].assign(run=run.label) for run in runs]
+    frame = pd.concat(frames, ignore_index=True)
+    frame["setting"] = _setting(frame, length=True)
+    frame["family"] = _setting(frame, length=False)
+    frame["series"] = _series(frame)
+    return frame
+
+
+def embedded(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The columns as JSON values."""
+    named = ["run", *COLUMNS, *DERIVED]
+    return [_column(name, frame[name]) for name in named if name != "run" or frame["run"].nunique() > 1]
+
+
+def _column(name: str, values: pd.Series) -> dict[str, Any]:
+    """`words` and the index of each row's word where words repeat, else the values themselves."""
+    if pd.api.types.is_bool_dtype(values):
+        values = values.map({True: "yes", False: "no"})
+    number = pd.api.types.is_numeric_dtype(values)
+    whole = number and pd.api.types.is_integer_dtype(values)
+    plain = [
+        None if not there else int(value) if whole else _rounded(float(value)) if number else str(value)
+        for value, there in zip(values, values.notna(), strict=True)
+    ]
+    column: dict[str, Any] = {"name": name, "kind": "number" if number else "text"}
+    order = {word: index for index, word in enumerate(dict.fromkeys(plain))}
+    if len(order) * REPEATED > len(plain):
+        return column | {"values": plain}
+    if len(order) == 1:
+        return column | {"constant": plain[0]}
+    return column | {"words": list(order), "values": [order[word] for word in plain]}
+
+
+def _rounded(value: float) -> float | int | str | None:
+    """JSON has no infinity, yet an infinite error is a result: it travels as a word."""
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short
+
+
+def _setting(frame: pd.DataFrame, *, length: bool) -> pd.Series:
+    """The axes that are not the variant's own, in words."""
+    parts = ["E " + frame["embed_dim"].astype(str), "H " + frame["heads"].astype(str)]
+    odd = frame["head_dim"] * frame["heads"] != frame["embed_dim"]
+    if odd.any():
+        parts.append(("D " + frame["head_dim"].astype(str)).where(odd, ""))
+    if length:
+        parts.append("S " + frame["seq_len"].astype(str))
+    parts += ["B " + frame["batch"].astype(str), frame["dtype"].astype(str), frame["mask"].astype(str)]
+    if frame["bias"].nunique() > 1:
+        parts.append(frame["bias"].map({True: "bias", False: "no bias"}).astype(str))
+    rows = zip(*parts, strict=True)
+    return pd.Series([" · ".join(part for part in row if part) for row in rows], index=frame.index, dtype="string")
+
+
+def _series(frame: pd.DataFrame) -> pd.Series:
+    """A point's name: the variant, and whatever else tells it from its neighbours in the same picture."""
+    name = frame["variant"].astype(str)
+    for column, word in (("kernel", ""), ("run", "")):
+        if frame[column].nunique() > 1:
+            name = name + " · " + word + frame[column].astype(str)
+    alike = [frame[column].astype(str) for column in ("run", "setting", "phase", "variant", "kernel")]
+    for column, word in OPTIONS.items():
+        written = frame[column].astype("string").fillna("none")
+        several = written.groupby(alike).transform("nunique") > 1
+        ambiguous = frame["variant"].isin(frame.loc[several, "variant"].unique())
+        name = name.where(~ambiguous, name + f" · {word} " + written)
+    return name.astype("string")

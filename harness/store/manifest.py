@@ -1,0 +1,153 @@
+"""run.json: what a run is a run of, and which cells it should have. Written before its first record."""
+
+import hashlib
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import harness
+from harness.store.errors import StoreError
+from harness.store.files import write_atomically
+
+MANIFEST = "run.json"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A folder that was merged into this one."""
+
+    folder: str
+    shard: tuple[int, int] | None
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    suite: str
+    config_sha256: str
+    code: str  # of harness's own source
+    seed: int
+    kernels: dict[str, str]  # name -> where it came from
+    shard: tuple[int, int] | None
+    case_ids: tuple[str, ...]  # of the whole suite, in its order
+    command: tuple[str, ...] | None = None  # what follows `harness`; None if it was started from Python
+    changes: tuple[str, ...] = ()  # in spite of which it was resumed or merged
+    parts: tuple[Part, ...] = field(default=())
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """The cells of this run, in the suite's order."""
+        return take_shard(self.case_ids, self.shard)
+
+    def resume_command(self, folder: Path) -> str | None:
+        """To be pasted into a shell; None for a merged folder, whose parts are what can go on."""
+        if self.parts:
+            return None
+        if self.command is None:
+            return f"harness.run(..., out={str(folder)!r}, resume=True)"
+        return shlex.join([*_program(), *self.command, "--resume", "--out", str(folder)])
+
+
+def take_shard(items: Sequence[T], shard: tuple[int, int] | None) -> tuple[T, ...]:
+    """Every n-th from the i-th on, so that each shard has a bit of everything."""
+    if shard is None:
+        return tuple(items)
+    index, count = shard
+    return tuple(items[index - 1 :: count])
+
+
+def _program() -> list[str]:
+    """How this shell would start harness: its environment need not be active."""
+    return ["harness"] if shutil.which("harness") else [sys.executable, "-m", "harness"]
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def code_sha256() -> str:
+    """Of every source file of harness: its version number does not change while someone works on it."""
+    root = Path(harness.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        source = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(source)}\n".encode())
+        digest.update(source)
+    return digest.hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    data = asdict(manifest)
+    ids = data.pop("case_ids")
+    data |= {"cells": len(manifest.planned), "case_ids_sha256": _ids_sha256(ids), "case_ids": ids}
+    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(Path(folder) / MANIFEST, text.encode(errors="backslashreplace"))
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """None where there is no run.json: then nobody knows whether a cell is missing."""
+    path = Path(folder) / MANIFEST
+    try:
+        data = json.loads(path.read_bytes().decode())
+        manifest = _decode(data)
+        if data["cells"] != len(manifest.planned) or data["case_ids_sha256"] != _ids_sha256(manifest.case_ids):
+            raise ValueError("its case_ids do not have the length or the checksum that it gives")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StoreError(f"{path}: broken: {type(error).__name__}: {error}") from None
+    return manifest
+
+
+def _ids_sha256(ids: Sequence[str]) -> str:
+    return sha256("\n".join(ids))
+
+
+def _decode(data: dict[str, Any]) -> Manifest:
+    expected = {f.name for f in fields(Manifest)} | {"cells", "case_ids_sha256"}
+    if set(data) != expected:
+        raise ValueError(f"fields {sorted(data)}, expected {sorted(expected)}")
+    for name in ("suite", "config_sha256", "code"):
+        if not isinstance(data[name], str):
+            raise TypeError(f"{name} must be text")
+    kernels = data["kernels"]
+    if type(data["seed"]) is not int or not isinstance(kernels, dict) or not all(map(_is_text, kernels.values())):
+        raise TypeError("seed must be a number, kernels must be texts by name")
+    return Manifest(
+        suite=data["suite"],
+        config_sha256=data["config_sha256"],
+        code=data["code"],
+        seed=data["seed"],
+        kernels=kernels,
+        shard=_shard(data["shard"]),
+        case_ids=_texts(data["case_ids"]),
+        command=None if data["command"] is None else _texts(data["command"]),
+        changes=_texts(data["changes"]),
+        parts=tuple(Part(part["folder"], _shard(part["shard"]), part["cells"]) for part in data["parts"]),
+    )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(map(_is_text, values)):
+        raise TypeError(f"must be a list of texts, not {values!r:.60}")
+    return tuple(values)
+
+
+def _shard(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    index, count = value
+    if type(index) is not int or type(count) is not int or not 1 <= index <= count:
+        raise ValueError(f"shard {value!r:.60}")
+    return index, count

@@ -1,0 +1,284 @@
+"""report.html without a browser: what is in it, that it is one offline file, and that foreign text stays text."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import store
+from harness.cli import main
+from harness.commands.report import labels_of
+from harness.errors import BadInput
+from harness.gate import Finding
+from harness.record import COLUMNS
+from harness.report import figure
+from harness.report.page import Run, Sensitivity, build_page, read_sensitivity
+from harness.report.page import rows as page_rows
+from harness.report.page.build import _json
+from tests.page_runs import HOSTILE, hostile_run, record, run, small_run
+
+VOID = {"meta", "input", "br", "img", "link"}
+
+
+class Page(HTMLParser):
+    """Text by element, attributes, and whether all elements close."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join("".join(self.text).split())
+
+    @property
+    def data(self) -> dict[str, Any]:
+        # A script's text arrives in pieces; the data is the first script.
+        text = "".join(self.scripts)
+        value, _ = json.JSONDecoder().raw_decode(text)
+        return dict(value)
+
+
+def parsed(*runs: Run) -> Page:
+    page = Page(build_page(runs))
+    assert page.open == []
+    return page
+
+
+def column(data: dict[str, Any], name: str) -> list[Any]:
+    found = next(each for each in data["columns"] if each["name"] == name)
+    if "constant" in found:
+        return [found["constant"]] * data["length"]
+    return [found["words"][index] for index in found["values"]] if "words" in found else list(found["values"])
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return parsed(small_run())
+
+
+def test_the_verdict_counts_and_names_the_worst(page: Page) -> None:
+    assert "NOT EQUAL" in page.words
+    assert "19 of 22 cells equal their reference; 3 do not, or were not compared." in page.words
+    for chip in ("18 ok", "1 degraded", "2 mismatch", "1 error"):
+        assert chip in page.words
+    assert (
+        "worst error inf N, ok up to 2 N (1 failed without an error to compare) in mqa-e256-l128-b1-alibi" in page.words
+    )
+    assert "ValueError: no such mask" in page.words
+    assert "harness run config.yaml" in page.words
+
+
+def test_every_row_and_column_is_embedded(page: Page) -> None:
+    frame = small_run().frame
+    for name in COLUMNS:
+        values = column(page.data, name)
+        assert len(values) == len(frame)
+        for found, value in zip(values, frame[name], strict=True):
+            if pd.isna(value):
+                assert found is None
+            elif name == "bias":
+                assert found == ("yes" if value else "no")
+            elif isinstance(value, float):
+                assert float(found) == pytest.approx(value, rel=1e-4)
+            else:
+                assert found == value, name
+    assert "inf" in column(page.data, "err_ratio")
+
+
+def test_every_picture_has_a_place_a_description_and_a_table(page: Page) -> None:
+    places = [attributes["data-picture"] for _, attributes in page.tags if "data-picture" in attributes]
+    assert sorted(places, key=str) == sorted(page.data["charts"])
+    described = [attributes["data-description"] for _, attributes in page.tags if "data-description" in attributes]
+    assert len(set(described)) == len(places)
+    assert page.words.count("Table of this picture") == len(places)
+
+
+def test_the_page_loads_nothing(page: Page) -> None:
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "base"), tag
+        assert "src" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+    policy = next(a["content"] or "" for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_the_charts_name_their_data_instead_of_holding_it(page: Page) -> None:
+    for name, chart in page.data["charts"].items():
+        assert '"rows"' in json.dumps(chart), name
+        assert len(json.dumps(chart)) < 10_000, name
+
+
+def test_hostile_text_is_text() -> None:
+    plain = parsed(small_run())
+    page = parsed(hostile_run())
+    # Not one element more than any page has: each hostile tag would be one.
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags}
+    assert sum(tag == "script" for tag, _ in page.tags) == 3
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert set(HOSTILE) <= set(column(page.data, "error"))
+    for text in HOSTILE[:4]:
+        assert text in page.words
+    assert "{{ 7 * 7 }}" in page.words
+    assert "\u2028" not in "".join(page.scripts)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=5))
+@settings(max_examples=40)
+def test_embedded_json_comes_back_and_cannot_end_its_element(value: Any) -> None:
+    text = _json(value)
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text) == value
+
+
+def test_a_lone_surrogate_can_be_written() -> None:
+    assert json.loads(_json(["\udcff"]).encode()) == ["\udcff"]
+
+
+def test_runs_side_by_side() -> None:
+    page = parsed(small_run("one"), small_run("two"))
+    assert column(page.data, "run") == ["one"] * 22 + ["two"] * 22
+    assert {"mha · one", "mha · two"} <= set(column(page.data, "series"))
+    assert page.words.count("NOT EQUAL") == 3  # the title and a card each
+    with pytest.raises(BadInput, match="given twice: same"):
+        build_page([small_run("same"), small_run("same")])
+    with pytest.raises(BadInput, match="at least one run"):
+        build_page([])
+
+
+def test_a_run_without_rows_and_one_without_anything_known() -> None:
+    page = parsed(run(environment=None, config=None, command=None))
+    assert "NOTHING COMPARED" in page.words
+    assert "The run has no cells." in page.words
+    assert "Not recorded." in page.words
+
+
+def test_incomplete_runs_and_differing_environments_are_said() -> None:
+    other = run(record(), label="b", environment=None, notes=("incomplete: 1 of 9 cells",))
+    html = build_page([run(record(), label="a"), other])
+    assert "incomplete: 1 of 9 cells" in html
+    assert '<tr class="warn"><td>torch</td><td>2.13</td><td>-</td></tr>' in html
+
+
+def test_cells_of_one_variant_in_one_picture_have_names_of_their_own() -> None:
+    frame = page_rows.combine(
+        [run(record("gqa", phase="decode", kv_heads=2), record("gqa", phase="decode", kv_heads=4), record("mha"))]
+    )
+    assert frame["series"].tolist() == ["gqa · kv 2", "gqa · kv 4", "mha"]
+    assert frame["setting"].tolist() == ["E 256 · H 8 · S 128 · B 1 · float32 · causal"] * 3
+    odd = page_rows.combine([run(record(head_dim=128, bias=False), record())])["family"].tolist()
+    assert odd == [
+        "E 256 · H 8 · D 128 · B 1 · float32 · causal · no bias",
+        "E 256 · H 8 · B 1 · float32 · causal · bias",
+    ]
+
+
+def test_gate_and_sensitivity_are_shown_when_given(tmp_path: Path) -> None:
+    findings = (Finding("cell<1>", "params", "params 1 -> 2", True), Finding("", "config", "differs", False))
+    saboteurs = pd.DataFrame(
+        {"saboteur": ["loud", "loud", "quiet"], "outcome": ["mismatch", "degraded", "survived"],
+         "by": ["plain", "plain", None], "dtype": ["float32"] * 3}
+    )  # fmt: skip
+    cells = pd.DataFrame(
+        {"case_id": ["a", "b"], "dtype": ["float32"] * 2, "phase": ["prefill"] * 2, "problem": [None, None],
+         "mismatch_from": [1e-4, None], "seen_from": [1e-6, 1e-5]}
+    )  # fmt: skip
+    page = parsed(run(record(), findings=findings, sensitivity=Sensitivity(saboteurs, cells)))
+    assert "run: FAIL, 1 failing, 1 to note" in page.words
+    assert "cell<1>" in page.words
+    assert "2 of 3 wrong runs were seen" in page.words
+    assert page.words.index("quiet") < page.words.index("loud")
+    assert "float32prefill2infinf5.5e-061.0e-05" in page.words.replace(" ", "")
+    assert "PASS, nothing changed" in parsed(run(record(), findings=())).words
+    without = parsed(run(record())).words
+    assert "accepted baseline" not in without
+    assert "wrong kernel" not in without
+    with pytest.raises(BadInput, match=r"no sensitivity.csv, cells.csv"):
+        read_sensitivity(tmp_path)
+
+
+# ---- harness report --------------------------------------------------------------------------------------------------
+
+
+def stored(path: Path, *records: Any) -> Path:
+    with store.RunFolder.create(path, "smoke") as folder:
+        folder.append_all(records or small_run_records())
+    return path
+
+
+def small_run_records() -> list[Any]:
+    return [record(v, seq_len=n, phase=p) for v in ("mha", "gqa") for n in (128, 256) for p in ("prefill", "decode")]
+
+
+@pytest.mark.parametrize("kind", ["md", "csv", "png", "svg"])
+def test_one_format_goes_to_its_file(tmp_path: Path, kind: str) -> None:
+    folder, out = stored(tmp_path / "a"), tmp_path / "deep" / f"x.{kind}"
+    out.parent.mkdir()
+    out.write_text("old")
+    assert main(["report", str(folder), "--format", kind, "--out", str(out), "--quiet"]) == 0
+    head = {"md": b"# a: EQUAL", "csv": b"case_id,", "png": b"\x89PNG", "svg": b"<svg"}[kind]
+    assert out.read_bytes().startswith(head)
+    assert not (folder / "report.html").exists()
+    if kind == "svg":  # drawn by the page's own spec: the names and the front are in it
+        assert b">gqa<" in out.read_bytes()
+        assert b"stroke-dasharray" in out.read_bytes()
+
+
+def test_the_default_is_the_page_beside_tables_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stored(tmp_path / "a")
+    assert main(["report", str(folder)]) == 0
+    assert {"report.html", "summary.md", "results.csv", "results.parquet"} <= {path.name for path in folder.iterdir()}
+    assert str(folder / "report.html") in capsys.readouterr().out.replace("\n", "")
+
+
+def test_several_runs_in_one_page_and_one_table(tmp_path: Path) -> None:
+    a, b, out = stored(tmp_path / "a"), stored(tmp_path / "b", record("mqa", phase="decode")), tmp_path / "both"
+    out.mkdir()
+    given = [str(a), str(b), "--format", "html", "--format", "csv", "--format", "md", "--out", str(out), "--quiet"]
+    assert main(["report", *given]) == 0
+    assert set(column(Page((out / "report.html").read_text()).data, "run")) == {"a", "b"}
+    assert pd.read_csv(out / "results.csv")["run"].value_counts().to_dict() == {"a": 8, "b": 1}
+    assert "# b: EQUAL" in (out / "summary.md").read_text()
+
+
+def test_bad_input_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stored(tmp_path / "a", record())
+    assert main(["report", str(folder), "--format", "png", "--out", str(tmp_path / "x.jpg")]) == 2
+    assert "must end in .png" in capsys.readouterr().err
+    assert main(["report", str(folder), "--format", "png"]) == 2
+    assert "no equal float32 causal decode cell" in capsys.readouterr().err
+    assert main(["report", str(folder), str(folder)]) == 2
+    assert "given twice" in capsys.readouterr().err
+    (tmp_path / "c").mkdir()
+    assert labels_of([tmp_path / "a", tmp_path / "c" / ".." / "a"]) == [f"{tmp_path}/a", f"{tmp_path}/c/../a"]
+
+
+def test_the_picture_keeps_the_fullest_panels() -> None:
+    rows = [record(v, seq_len=n, phase="decode") for n in range(1, 12) for v in ("mha", "gqa")[: 1 + (n > 3)]]
+    panels = {row["setting"] for data in figure.tradeoffs([run(*rows)]).to_dict()["datasets"].values() for row in data}
+    assert {setting.split(" · ")[2] for setting in panels} == {f"S {n}" for n in range(4, 12)}
