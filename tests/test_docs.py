@@ -21,7 +21,8 @@ def fences(language: str, text: str = README) -> list[str]:
 
 
 # An example that begins with its file's name is that file.
-FILES = {match[1]: code for code in fences("python") if (match := re.match(r"# (\w+\.py)\n", code))}
+EXAMPLES = [*fences("python"), *fences("yaml")]
+FILES = {match[1]: code for code in EXAMPLES if (match := re.match(r"# (\w+\.(?:py|yaml))\n", code))}
 PYTHON = [code for code in fences("python") if code not in FILES.values()]
 GUIDE_PYTHON = [(name, code) for name, text in GUIDES.items() for code in fences("python", text)]
 COMMANDS = [line.partition("#")[0].strip() for block in fences("bash") for line in block.splitlines() if line.strip()]
@@ -40,7 +41,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_readme_has_examples_of_each_kind():
     assert len(PYTHON) >= 3
     assert len(COMMANDS) >= 5
-    assert len(fences("yaml")) == 1
+    assert len(fences("yaml")) >= 2
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
@@ -78,7 +79,7 @@ def test_commands_run_in_order(workplace: Path):
 
 
 def test_the_config_example_is_valid_and_runs(workplace: Path):
-    (example,) = fences("yaml")
+    (example,) = (code for code in fences("yaml") if code not in FILES.values())
     (workplace / "tradeoffs.yaml").write_text(example)
     assert len(load_suite("tradeoffs.yaml").cases) == 4 * 2 * 3 * 2 - 4 + 1
     assert main(["run", "tradeoffs.yaml", "--quiet", "--shard", "1/8"]) == 0
