@@ -21,6 +21,7 @@ examples:
   harness run configs/nightly.yaml --resume             go on with a run that was cut short
   harness merge results/all shard1 shard2               put the shards of a run together
   harness gate results/latest                           did anything get worse since the accepted baseline?
+  harness doctor --quick                                how far can this machine's timings be trusted?
   harness verify llama                                  swap a real model's attention, prove it is the same model
   harness sensitivity                                   would the comparison see a wrong kernel?
 """

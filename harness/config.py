@@ -17,7 +17,7 @@ from harness.errors import BadInput
 from harness.grid import AXES, Clash, count_cells, expand
 from harness.yaml_lines import Node, Where, YamlError, parse, read_text
 
-MAX_CELLS = 100_000  # a second of expanding, a day of running
+MAX_CELLS = 200_000  # two seconds of expanding, days of running
 MAX_EXCLUDING = 2_000_000  # cells times exclusions: another second
 MAX_PROBLEMS = 10  # lines of one message
 

@@ -15,6 +15,7 @@ from harness.compare import compare_pair, run_steps, train_step
 from harness.document import Timing
 from harness.equivalence import Equivalence
 from harness.kernels.call import Kernel, Unsupported
+from harness.kernels.plugin import told
 from harness.peak import peak_bytes
 from harness.record import Record
 from harness.specs import VARIANTS
@@ -49,8 +50,9 @@ def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], ti
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # someone's unfinished code: whatever it raises is its row
-        is_oom = any(text in str(failure) for text in OUT_OF_MEMORY)
-        found |= {"status": "oom" if is_oom else "error", "error": _describe(failure)}
+        message = _describe(failure)
+        is_oom = any(text in message for text in OUT_OF_MEMORY)
+        found |= {"status": "oom" if is_oom else "error", "error": message}
     found |= {"seconds": time.perf_counter() - started, "measured_seconds": stopwatch.seconds}
     return Record(case_id=case.case_id, reference=spec.reference(case), kv_len=case.kv_len, **asdict(case), **found)
 
@@ -61,7 +63,7 @@ def _describe(failure: BaseException) -> str:
     ours = str(Path(__file__).parent)
     own = [frame for frame in frames if "site-packages" not in frame[0] and not frame[0].startswith(ours)]
     place = (own or frames)[-1:]
-    return f"{type(failure).__name__}: {failure}" + "".join(f" at {file}:{line}" for file, line in place)
+    return told(failure) + "".join(f" at {file}:{line}" for file, line in place)
 
 
 def weigh(pair: Pair) -> dict[str, Any]:

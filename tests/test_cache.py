@@ -4,9 +4,12 @@ import re
 
 import pytest
 import torch
+from allocations import allocations
 from torch import Tensor
 
+import harness
 from harness.cache import KVCache
+from harness.kernels.front import find_kernel
 
 B, HEADS, D, D_v = 2, 3, 4, 5
 
@@ -81,6 +84,40 @@ def test_growth_is_seldom():
         cache.append(*tokens(1, first=n))
         places.add(cache.capacity)
     assert places == {1, 2, 4, 8, 16, 32, 64, 128} and numbers(cache.streams()[0]) == list(range(100))
+
+
+def test_growing_copies_each_token_once_or_twice_on_average():
+    cache, steps, token = KVCache(), 130, tokens(1)
+    written = sum(sum(allocations(lambda: cache.append(*token)).written) for _ in range(steps))
+    assert steps * B * HEADS * (D + D_v) * 4 <= written <= 3 * steps * B * HEADS * (D + D_v) * 4
+
+
+MODULES = {
+    "gqa": harness.GroupedQueryAttention(32, 4, 2),
+    "mla": harness.MultiHeadLatentAttention(
+        32, 4, kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8, mode="absorbed"
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", ["eager", "grouped"])
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+def test_a_decode_step_writes_no_more_than_its_scores_and_its_token(module, kernel):
+    """In bytes, counted: beyond the scores nothing of a step grows with what the cache holds."""
+
+    def written(held: int) -> int:
+        cache = module.new_cache(held + 1)
+        with torch.no_grad():
+            module(torch.randn(1, held, 32), causal=True, cache=cache)
+        found = sum(allocations(lambda: module(torch.randn(1, 1, 32), causal=True, cache=cache)).written)
+        assert cache.length == cache.capacity == held + 1
+        return found
+
+    module.kernel = find_kernel(kernel)
+    written(1200)  # RoPE's table grows by doubling too: here it is long enough for what follows
+    per_token = (written(1024) - written(256)) / (1024 - 256)
+    scores = 4 * 4  # four heads, float32
+    assert scores <= per_token <= 2 * scores < 4 * module.kv_elements_per_token()
 
 
 def test_one_long_append_gets_the_room_that_it_needs():

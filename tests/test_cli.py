@@ -333,7 +333,7 @@ GRID = "name: x\ngrid:\n  variant: [mha]\n  embed_dim: 64\n  heads:\n    - 4\n  
         pytest.param(GRID.replace("mha", "mah"), ["c.yaml:3", "variant", "'mah'", "gqa, ", "mla"], id="variant"),
         pytest.param(GRID + "  mask: casual\n", ["c.yaml:8", "grid.mask", "'casual'", "'causal'", "alibi"], id="mask"),
         pytest.param(
-            GRID + "  kernel: fast\n", ["c.yaml:8", "kernel", "'fast'", "known: eager, ", "sdpa"], id="kernel"
+            GRID + "  kernel: fast\n", ["c.yaml:8", "kernel", "'fast'", "known: compiled, eager, ", "sdpa"], id="kernel"
         ),
         pytest.param(GRID + "  phase: eval\n", ["c.yaml:8", "phase", "'eval'", "prefill, decode, train"], id="phase"),
         pytest.param(GRID + "  dtype: int8\n", ["c.yaml:8", "dtype", "'int8'", "float64, float32"], id="dtype"),

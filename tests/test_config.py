@@ -279,7 +279,7 @@ def test_moving_a_mistake_moves_its_line(refuse):
         ("  mask: null\n", 9, "grid.mask", "unknown mask (known: none, "),
         ("  phase: decoed\n", 9, "grid.phase", "did you mean 'decode'? (known: prefill, decode, train)"),
         ("  dtype: float23\n", 9, "grid.dtype", "did you mean 'float32'? (known: float64, float32, bfloat16, "),
-        ("  kernel: egaer\n", 9, "grid.kernel", "did you mean 'eager'? (known: eager, "),
+        ("  kernel: egaer\n", 9, "grid.kernel", "did you mean 'eager'? (known: compiled, eager, "),
         ("regimes: [plain,\n offst]\n", 10, "regimes", "did you mean 'offset'? (known: plain, peaked, "),
     ],
 )
@@ -516,7 +516,7 @@ def test_a_grid_beyond_all_measure_is_refused_before_it_is_expanded(refuse):
     many = str(list(range(1, 5000)))
     error = refuse(BASE.replace("[16]", many) + f"  batch: {many}\n  head_dim: {many}\n")
     assert (error.line, error.key) == (2, "grid")
-    assert "limit is 100000" in error.rule
+    assert "limit is 200000" in error.rule
 
 
 def test_exclusions_beyond_all_measure_are_refused_before_they_are_applied(refuse):

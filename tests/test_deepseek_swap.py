@@ -22,7 +22,8 @@ from harness.families.family import Family, find_family
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
 from harness.kernels.eager import eager
 from harness.kernels.front import find_kernel
-from harness.specs.latent import absorb_is_cheaper, latent_params
+from harness.specs.latent import latent_params
+from harness.specs.latent_cost import LatentSizes, choose
 from harness.swaps.converters import DROP_IN, Request, SwapError
 from harness.swaps.deepseek import AbsorbingDeepseekV2Attention, AbsorbingDeepseekV3Attention, LatentAttention, convert
 
@@ -185,7 +186,7 @@ def test_decode_with_the_models_own_cache_is_equal(kind: str, mode: str, side: s
     new = ours(layer.theirs, mode, seen.as_kernel())
     caches = DynamicCache(config=layer.config), DynamicCache(config=layer.config)
     start = 0
-    for length in (5, 1, 1, 3, 1):
+    for length in (45, 1, 1, 3, 1):
         x, end = layer.hidden(2, length), start + length
         mask = causal(padding(side, 2, end), length)
         expected, found = (
@@ -196,7 +197,8 @@ def test_decode_with_the_models_own_cache_is_equal(kind: str, mode: str, side: s
         held, held_by_theirs = caches[1].layers[0], caches[0].layers[0]
         assert torch.equal(held.keys, held_by_theirs.keys) and torch.equal(held.values, held_by_theirs.values)
         assert held.keys.shape == (2, 1, end, r) and held.values.shape == (2, 1, end, R)  # latents alone
-        absorbed = mode == "absorbed" or (mode == "auto" and absorb_is_cheaper(H, N, R, V, r, length, end))
+        cheaper = choose(LatentSizes(H, N, R, V, r), length, end, itemsize=held.keys.itemsize).absorbs
+        absorbed = mode == "absorbed" or (mode == "auto" and cheaper)
         heads, width, value = (1, r + R, r) if absorbed else (H, N + R, V)
         rows = (1, H) if absorbed and length == 1 else (H, length)
         assert seen.shapes[-1] == ((2, *rows, width), (2, heads, end, width), (2, heads, end, value))

@@ -311,6 +311,7 @@ DISTURBANCES = (
         "raise Exception",
         "import no_such_module",
     ),
+    *("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "raise type('Skip', (BaseException,), {})"),
     *("raise SyntaxError('odd')", "raise ValueError('\\x1b[31m' * 999)", "raise KeyError(torch.ones(2))"),
 )
 CHANGES_TO_INPUTS = (

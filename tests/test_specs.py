@@ -14,7 +14,7 @@ from harness.compare import run_steps
 from harness.kernels.front import find_kernel
 from harness.specs import VARIANTS, Impossible, VariantSpec, resolve_head_dim
 from harness.specs.grouped import grouped_kv_elements, grouped_params
-from harness.specs.latent import absorb_is_cheaper, expanded_kv_elements, latent_kv_elements, latent_params
+from harness.specs.latent import expanded_kv_elements, latent_kv_elements, latent_params
 from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
 
@@ -344,16 +344,6 @@ def test_a_cache_outgrown_occupies_more_than_the_formula() -> None:
     assert cache.length == 6
     assert cache.allocated_bytes > 6 * module.kv_elements_per_token() * 4
     assert sum(t.numel() for t in cache.streams()) == 6 * module.kv_elements_per_token()
-
-
-def test_absorbing_pays_in_decode_and_not_in_prefill() -> None:
-    sizes = (128, 128, 64, 128, 512)  # DeepSeek-V3
-    assert all(absorb_is_cheaper(*sizes, queries=1, keys=keys) for keys in (2, 64, 4096, 131072))
-    assert not any(absorb_is_cheaper(*sizes, queries=n, keys=n) for n in (1024, 4096, 32768))
-    assert not absorb_is_cheaper(4, 2, 2, 1, 10, queries=1, keys=2)
-    # Where queries stop to pay: one short chunk over a long context still absorbs.
-    assert absorb_is_cheaper(*sizes, queries=32, keys=32768)
-    assert not absorb_is_cheaper(*sizes, queries=4096, keys=32768)
 
 
 @pytest.mark.parametrize(

@@ -10,35 +10,47 @@ from harness.kernels.call import AttentionCall, Kernel
 def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     B, H, L, D = q.shape
     H_kv, S = k.shape[1:3]
-    rows = H // H_kv * L  # the G query heads of a group become rows of one matrix product: K and V are never repeated
     dtype = q.dtype
     # Half-precision scores would break equality as soon as logits grow: fp32 from here to the output.
     q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
+    allowed = call.allowed(q, k)
+    # The G query heads of a group become rows of one matrix product: K and V are never repeated.
+    rows = q.reshape(B * H_kv, H // H_kv * L, D)  # (B*H_kv, G*L, D)
+    k, v = k.reshape(B * H_kv, S, D), v.reshape(B * H_kv, S, v.shape[-1])
 
-    scores = (q * call.scale).reshape(B, H_kv, rows, D) @ k.mT  # (B, H_kv, G*L, S)
-    scores = scores.view(B, H, L, S)
+    scores = scaled_product(rows, k.mT, call.scale)  # (B*H_kv, G*L, S)
+    weights = weigh(scores.view(B, H, L, S), allowed, call)
+    out = torch.bmm(weights.reshape(scores.shape), v)  # (B*H_kv, G*L, D_v)
+    return out.view(B, H, L, v.shape[-1]).to(dtype), weights.to(dtype)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale * (a @ b) of batches of matrices, in one pass."""
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+
+
+def weigh(scores: Tensor, allowed: Tensor | None, call: AttentionCall) -> Tensor:
+    """Softcap, masks, softmax and dropout: the weights (B, H, L, S) that multiply v. May overwrite the scores."""
+    # Autograd may need the scores again. Without it they are overwritten: fresh pages cost more than the arithmetic.
+    in_place = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
         scores = scores + call.bias.to(scores.dtype)
-    allowed = call.allowed(q, k)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, float("-inf"))
-
-    weights = softmax(scores, call.sinks)
-    if allowed is not None:
+    hidden = None if allowed is None else ~allowed
+    if hidden is not None:
+        scores = (scores.masked_fill_ if in_place else scores.masked_fill)(hidden, float("-inf"))
+    weights = softmax(scores, call.sinks, in_place=in_place)
+    if hidden is not None:
         # A row that may attend nothing is 0/0 above; and a NaN query must not reach the keys hidden from it.
-        weights = weights.masked_fill(~allowed, 0.0)
-    weights = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
-
-    out = weights.reshape(B, H_kv, rows, S) @ v  # (B, H_kv, G*L, D_v)
-    return out.view(B, H, L, v.shape[-1]).to(dtype), weights.to(dtype)
+        weights = (weights.masked_fill_ if in_place else weights.masked_fill)(hidden, 0.0)
+    return F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
 
 
-def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax(scores: Tensor, sinks: Tensor | None, *, in_place: bool = False) -> Tensor:
     """Over the keys; a sink is one more logit per head that takes its share and carries no value."""
     if sinks is None:
-        return torch.softmax(scores, dim=-1)
+        return torch.softmax(scores, dim=-1, out=scores) if in_place else torch.softmax(scores, dim=-1)
     column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 

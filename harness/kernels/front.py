@@ -132,15 +132,14 @@ def make_call(
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4):
-        raise ValueError(f"{shapes}: each must have 4 dimensions (batch, heads, length, channels)")
+        raise ValueError(f"{_shapes(q, k, v)}: each must have 4 dimensions (batch, heads, length, channels)")
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one floating dtype")
     B, H, L, D = q.shape
     H_kv, S = k.shape[1], k.shape[2]
     if k.shape[0] != B or k.shape[3] != D or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"{shapes}: must be (B, H, L, D), (B, H_kv, S, D), (B, H_kv, S, D_v)")
+        raise ValueError(f"{_shapes(q, k, v)}: must be (B, H, L, D), (B, H_kv, S, D), (B, H_kv, S, D_v)")
     if H_kv == 0 or H % H_kv:
         raise ValueError(f"query heads ({H}) must be a multiple of key/value heads ({H_kv})")
     if mask is not None:
@@ -152,6 +151,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: 
             raise ValueError(f"mask {tuple(mask.shape)}: must broadcast to (B, H, L, S) = {target}")
     if sinks is not None and sinks.shape != (H,):
         raise ValueError(f"sinks {tuple(sinks.shape)}: must be (H,) = ({H},)")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def _check_start(q_start: int | Tensor | None, batch: int, default: int) -> int | Tensor:

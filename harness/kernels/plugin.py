@@ -107,8 +107,18 @@ def _import_module(name: str) -> tuple[Any, str]:
     return module, f"{file} sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
 
 
+def told(error: BaseException) -> str:
+    """Type and message of what foreign code raised; its own way to say it may raise too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def _execute(importing: Callable[[], Any], place: str) -> Any:
     try:
         return importing()
-    except (Exception, SystemExit) as error:  # whatever a user's file raises while it is imported
-        raise PluginError(f"{place}: importing it raised {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's file raises while it is imported
+        raise PluginError(f"{place}: importing it raised {told(error)}") from error

@@ -12,8 +12,7 @@ from harness.case import Case
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import attention, make_call
 from harness.kernels.plugin import dense_mask
-from harness.specs import VARIANTS
-from harness.specs.latent import absorb_is_cheaper
+from harness.specs.latent import absorbs
 
 BATCH = 2
 LENGTH = 33  # one key beyond a tile of 16 or 32
@@ -118,10 +117,8 @@ def _shape_of_heads(case: Case) -> tuple[int, int, int, float]:
     assert case.rope_head_dim is not None and case.v_head_dim is not None
     N, rope, V, r = case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank
     scale = (N + rope) ** -0.5
-    mode = VARIANTS[case.variant].swap_options.get("mode", "auto")
     queries = 1 if case.phase == "decode" else case.seq_len
-    cheaper = mode == "auto" and absorb_is_cheaper(case.heads, N, rope, V, r, queries, case.kv_len)
-    if mode == "absorbed" or cheaper:
+    if absorbs(case, queries, case.kv_len):
         r, rope = min(r, RANK), min(rope, ROPE)
         return 1, r + rope, r, scale  # in latent space all heads share one key and one value
     return case.heads, N + rope, V, scale

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from harness.case import DTYPES, PHASES, Case
 from harness.config import Suite
@@ -25,7 +26,7 @@ def print_plan(suite: Suite, cases: Sequence[Case], console: Console, *, every: 
     for axis in AXES:
         counts = Counter(getattr(case, axis) for case in cases)
         values = ", ".join(f"{'-' if value is None else value} ({number:,})" for value, number in counts.items())
-        table.add_row(axis, values)
+        table.add_row(axis, Text(values))  # names of kernels are foreign text, not markup
     console.print(table)
     for case in cases if every else cases[:SHOWN]:
         console.print(f"  {case.case_id}", markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from harness import masks
 from harness.build import steps_of
 from harness.case import Case
 from harness.specs import VARIANTS
-from harness.specs.latent import absorb_is_cheaper
+from harness.specs.latent import absorbs
 
 
 def is_latent(case: Case) -> bool:
@@ -40,11 +40,8 @@ def absorbed(case: Case) -> Tensor:
     rows = torch.zeros(case.seq_len, dtype=torch.bool)
     if not is_latent(case) or _mode(case) == "naive":
         return rows
-    assert case.rope_head_dim is not None and case.v_head_dim is not None and case.kv_lora_rank is not None
-    sizes = (case.heads, case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank)
     for queries, keys in steps_of(case):
-        absorbs = _mode(case) == "absorbed" or absorb_is_cheaper(*sizes, len(queries), len(keys))
-        rows[queries.start : queries.stop] = absorbs
+        rows[queries.start : queries.stop] = absorbs(case, len(queries), len(keys))
     return rows
 
 

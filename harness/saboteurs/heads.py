@@ -14,7 +14,7 @@ def kv_heads_tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Resu
     """repeat instead of repeat_interleave: query head h reads kv head h mod H_kv."""
 
     def tile(kv: Tensor, heads: int) -> Tensor:
-        return kv.repeat(1, heads // kv.shape[1], 1, 1)
+        return kv if kv.shape[1] == heads else kv.repeat(1, heads // kv.shape[1], 1, 1)
 
     return attend(q, k, v, call, spread_k=tile, spread_v=tile)
 

@@ -18,7 +18,7 @@ from harness.kernels.call import AttentionCall
 from harness.kernels.front import make_call
 from harness.saboteurs.saboteur import Applies
 from harness.specs import VARIANTS
-from harness.specs.latent import absorb_is_cheaper
+from harness.specs.latent import absorbs
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +81,7 @@ def _reached(case: Case, queries: range, keys: range) -> Reached:
     if case.kv_lora_rank is not None:
         assert case.rope_head_dim is not None and case.v_head_dim is not None
         N, R, V, r = case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank
-        sizes = (case.heads, N, R, V, r)
-        auto = case.variant == "mla" and absorb_is_cheaper(*sizes, L, S)
-        absorbs = auto or case.variant == "mla_absorbed"
-        kv_heads, D, D_v = (1, r + R, r) if absorbs else (case.heads, N + R, V)
+        kv_heads, D, D_v = (1, r + R, r) if absorbs(case, L, S) else (case.heads, N + R, V)
         scale = (N + R) ** -0.5
     assert kv_heads is not None
     nothing = torch.zeros((), dtype=getattr(torch, case.dtype))

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.case import PHASES, Case
 from harness.specs import MATMUL, VARIANTS, Impossible, VariantSpec, at_least_one, resolve_head_dim
+from harness.specs.latent_cost import LatentSizes, absorbed_flops, choose, expanded_flops
 
 
 def latent_params(
@@ -38,20 +39,13 @@ def expanded_kv_elements(heads: int, nope: int, rope: int, value: int) -> int:
     return heads * (nope + rope + value)
 
 
-def expanded_flops(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int, fresh: int) -> int:
-    """Decompress `fresh` latents, then attend per head."""
-    return MATMUL * (fresh * rank * heads * (nope + value) + queries * keys * heads * (nope + rope + value))
-
-
-def absorbed_flops(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int) -> int:
-    """Move the queries into latent space, attend there, and bring the result back."""
-    return MATMUL * queries * heads * (nope * rank + keys * (2 * rank + rope) + rank * value)
-
-
-def absorb_is_cheaper(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int) -> bool:
-    """With a latent cache all keys must be decompressed anew unless the queries are absorbed."""
-    absorbed = absorbed_flops(heads, nope, rope, value, rank, queries, keys)
-    return absorbed < expanded_flops(heads, nope, rope, value, rank, queries, keys, keys)
+def absorbs(case: Case, queries: int, keys: int) -> bool:
+    """Whether the module of this case attends in latent space when `queries` new tokens meet `keys` cached ones."""
+    mode = VARIANTS[case.variant].swap_options["mode"]
+    if mode != "auto":
+        return bool(mode == "absorbed")
+    nope, rope, value, rank = _dims(case)
+    return choose(LatentSizes(case.heads, nope, rope, value, rank), queries, keys, itemsize=case.item_bytes).absorbs
 
 
 def _dims(case: Case) -> tuple[int, int, int, int]:
@@ -80,10 +74,7 @@ def latent_flops(case: Case) -> int:
     queries = 1 if case.phase == "decode" else case.seq_len
     q = d * h * (nope + rope) if case.q_lora_rank is None else case.q_lora_rank * (d + h * (nope + rope))
     projections = MATMUL * queries * (q + d * (rank + rope) + h * value * d)
-    absorb = case.variant == "mla_absorbed" or (
-        case.variant == "mla" and absorb_is_cheaper(h, nope, rope, value, rank, queries, keys)
-    )
-    if absorb:
+    if absorbs(case, queries, keys):
         core = absorbed_flops(h, nope, rope, value, rank, queries, keys)
     else:
         fresh = keys if case.variant == "mla" else queries  # an expanded cache decompresses new tokens only

@@ -1,8 +1,8 @@
 """DeepSeek's latent attention, as transformers has it, with the absorbed decode that transformers lacks.
 
 transformers caches latents, but decompresses all of them into per-head keys and values at every step. Ours has the same
-parts, cache and signature, and where that needs fewer operations it brings the queries into latent space instead: there
-all heads share one key (the latent and the rotated k_pe, D = r + R) and one value (the latent, D_v = r).
+parts, cache and signature, and where that is cheaper (variants/mla_cost.py) it brings the queries into latent space
+instead: there all heads share one key (the latent and the rotated k_pe, D = r + R) and one value (the latent, D_v = r).
 """
 
 from typing import Any, Literal, get_args
@@ -16,7 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from harness.kernels.call import Kernel, Unsupported, one_dtype
 from harness.kernels.front import attention, make_call
-from harness.specs.latent import absorb_is_cheaper
+from harness.specs.latent_cost import LatentSizes, choose
 from harness.swaps.converters import Request, SwapError
 
 Mode = Literal["auto", "naive", "absorbed"]
@@ -27,7 +27,7 @@ UNHEEDED = ("cache", "position_bias", "s_aux", "softcap")  # would change transf
 class LatentAttention(nn.Module):
     """What both generations share; r, R, N and V are kv_lora_rank and the rope, nope and value head dims.
 
-    mode: "naive" always decompresses, "absorbed" never does, "auto" takes what needs fewer operations for this call.
+    mode: "naive" always decompresses, "absorbed" never does, "auto" takes what is cheaper for this call.
     With dropout under way all three decompress: dropped weights do not sum to 1, and the value bias would be lost.
     """
 
@@ -115,7 +115,7 @@ class LatentAttention(nn.Module):
             return True
         (H, L), S = q_nope.shape[1:3], c.shape[2]
         dims = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim, self.kv_lora_rank)
-        return absorb_is_cheaper(H, *dims, L, S)
+        return choose(LatentSizes(H, *dims), L, S, itemsize=c.itemsize).absorbs
 
     def _attend_expanded(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, k_pe: Tensor, rules: dict[str, Any]) -> Any:
         N, V, H = self.qk_nope_head_dim, self.v_head_dim, q_nope.shape[1]

@@ -105,7 +105,7 @@ class DropInAttention(nn.Module):
 
         q, k, v = self._project(query, key, value)  # (B, L, E), (B, S, E), (B, S, E)
         k, v, mask = self._append_tokens(k, v, mask)
-        q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.view(*t.shape[:2], self.num_heads, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, L or S, D)
         heads, weights = self._attend(q, k, v, mask, causal, need_weights)  # (B, H, L, D), (B, H, L, S)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
         if not batched:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from harness.cache import KVCache
 from harness.kernels.front import AnyKernel, attention, find_kernel, make_call
-from harness.specs.latent import absorb_is_cheaper, expanded_kv_elements, latent_kv_elements
+from harness.specs.latent import expanded_kv_elements, latent_kv_elements
+from harness.specs.latent_cost import LatentSizes, choose
 from harness.variants.rope import Rope
 
 Mode = Literal["auto", "naive", "absorbed"]
@@ -23,7 +24,7 @@ Mode = Literal["auto", "naive", "absorbed"]
 
 class MultiHeadLatentAttention(nn.Module):
     """mode: "naive" caches decompressed k and v; "absorbed" caches latents and attends in latent space;
-    "auto" caches latents and takes whichever way needs fewer operations for this call.
+    "auto" caches latents and takes whichever way is cheaper for this call, by the counts of mla_cost.py.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class MultiHeadLatentAttention(nn.Module):
         else:
             if cache is not None:
                 (latent,) = cache.append(latent)  # (B, 1, S, r + R)
-            if self._absorbs(x.shape[1], latent.shape[2]):
+            if self._absorbs(x.shape[1], latent):
                 heads = self._attend_latents(q_nope, q_pe, latent, rules)
             else:
                 heads = attention(torch.cat((q_nope, q_pe), dim=-1), *self._expand(latent), **rules)
@@ -138,13 +139,13 @@ class MultiHeadLatentAttention(nn.Module):
         k_nope, v = kv.split((self.nope_head_dim, self.v_head_dim), dim=-1)
         return torch.cat((k_nope, k_pe.expand(-1, self.num_heads, -1, -1)), dim=-1), v
 
-    def _absorbs(self, queries: int, keys: int) -> bool:
+    def _absorbs(self, queries: int, latent: Tensor) -> bool:
         if self.training and self.dropout > 0:
             return False  # dropped weights do not sum to 1, so the value bias could not be restored
         if self.mode == "absorbed":
             return True
         sizes = (self.num_heads, self.nope_head_dim, self.rope_head_dim, self.v_head_dim, self.kv_lora_rank)
-        return absorb_is_cheaper(*sizes, queries, keys)
+        return choose(LatentSizes(*sizes), queries, latent.shape[2], itemsize=latent.itemsize).absorbs
 
     def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
         up = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)  # (H, N + V, r)

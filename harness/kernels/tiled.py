@@ -1,0 +1,207 @@
+"""The eager lines over tiles that stay in cache: less memory traffic, nothing computed that nobody sees.
+
+A tile is some query rows of some heads with all keys that these rows see, so its softmax is the plain one and the
+largest thing in memory is one tile of scores instead of all of them. The backward pass computes the tiles again.
+Double backward is not supported (torch says so). With dropout each tile's mask is drawn from a seed that comes from
+torch's generator, and drawn again in the backward pass: the distribution is eager's, the draws are not. Where the
+caller wants the weights they must exist as a whole: then, and for meta tensors, eager's lines run.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.eager import eager
+from harness.kernels.tiles import Tile, Tiling, choose_tiling, part, tiles
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    if call.need_weights or q.is_meta:
+        return eager(q, k, v, call)
+    return run_tiled(q, k, v, call, choose_tiling(q, k, call)), None
+
+
+def run_tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling) -> Tensor:
+    """`tiling` changes nothing but speed, memory and the last digit."""
+    # The draws of all tiles follow from one draw of torch's generator.
+    seed = int(torch.randint(2**62, ())) if call.dropout_p > 0 else None
+    leaves = (q, k, v, call.mask, call.sinks)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
+        return _Tiled.apply(*leaves, call, tiling, seed)
+    return _forward(q, k, v, call, tiling, seed)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        call: AttentionCall,
+        tiling: Tiling,
+        seed: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, mask, sinks)
+        ctx.call = dataclasses.replace(call, mask=None, sinks=None)  # tensors are kept by torch, which watches them
+        ctx.tiling, ctx.seed = tiling, seed
+        return _forward(q, k, v, call, tiling, seed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, sinks = ctx.saved_tensors
+        call = dataclasses.replace(ctx.call, mask=mask, sinks=sinks)
+        wants_mask, wants_sinks = ctx.needs_input_grad[3:5]
+        dq, dk, dv, dmask, dsinks = _backward(
+            q, k, v, call, ctx.tiling, ctx.seed, grad, wants_mask=wants_mask, wants_sinks=wants_sinks
+        )
+        return dq, dk, dv, dmask, dsinks, None, None, None
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One tile up to its weights. G query heads of a group are rows of one matrix: K and V are never repeated."""
+
+    tile: Tile
+    q: Tensor  # (h, G*r, D), scaled
+    k: Tensor  # (h, s, D)
+    v: Tensor  # (h, s, D_v)
+    weights: Tensor  # (h, G*r, s), in the workspace: the next tile overwrites them
+    capped: Tensor | None  # the scores after the softcap
+    sink: Tensor | None  # (h, G*r, 1): the share that the sink takes
+    kept: Tensor | None  # (h, G*r, s): 0 where dropped, else 1 / (1 - p)
+
+    @property
+    def dropped_weights(self) -> Tensor:
+        return self.weights if self.kept is None else self.weights * self.kept
+
+
+def _weighed_tiles(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling, seed: int | None, *, for_gradients: bool
+) -> Iterator[Weighed]:
+    """Eager's lines, in place in one workspace. Only for code that autograd does not watch."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    G, S, D = q.shape[1] // k.shape[1], k.shape[2], q.shape[3]
+    workspace = q.new_empty(min(tiling.heads, k.shape[1]) * G * min(tiling.rows, q.shape[2]) * S, dtype=wide)
+    bias = None if call.bias is None else call.bias.reshape((1,) * (4 - call.bias.ndim) + call.bias.shape)
+    generator = None if seed is None else torch.Generator(q.device).manual_seed(seed)
+
+    for tile in tiles(q, k, call, tiling):
+        h, r = tile.kv_heads.stop - tile.kv_heads.start, tile.rows.stop - tile.rows.start
+        s = tile.keys.stop - tile.keys.start
+        # Half-precision scores would break equality: fp32 from here to the output, a tile at a time.
+        tile_q = (q[tile.batch, tile.heads, tile.rows].to(wide) * call.scale).reshape(h, G * r, D)
+        tile_k, tile_v = (t[tile.batch, tile.kv_heads, tile.keys].to(wide) for t in (k, v))
+
+        scores = workspace[: h * G * r * s].view(h, G * r, s)
+        torch.bmm(tile_q, tile_k.mT, out=scores)
+        by_head = scores.view(h * G, r, s)
+        capped = None
+        if call.softcap is not None:
+            scores.div_(call.softcap).tanh_().mul_(call.softcap)
+            capped = scores.clone()
+        if bias is not None:
+            by_head.add_(part(bias, tile.batch, tile.heads, tile.rows, tile.keys))
+        for zone in tile.zones:
+            shown = by_head[..., zone.keys]
+            torch.minimum(shown, zone.ceiling, out=shown)
+
+        sink = None
+        if call.sinks is None:
+            torch.softmax(scores, dim=-1, out=scores)  # in place is safe: each row is read before it is written
+        else:
+            column = call.sinks[tile.heads].to(wide).view(-1, 1, 1).expand(h * G, r, 1)
+            shares = torch.softmax(torch.cat([by_head, column], dim=-1), dim=-1)
+            by_head.copy_(shares[..., :-1])
+            sink = shares[..., -1:].reshape(h, G * r, 1)
+        # Rows that see nothing are 0/0 above; and a NaN query must not reach the gradients of keys hidden from it.
+        for zone in tile.zones if tile.has_dead_rows or for_gradients else ():
+            by_head[..., zone.keys].masked_fill_(zone.hidden, 0.0)
+        kept = None
+        if generator is not None:
+            kept = torch.empty_like(scores).bernoulli_(1 - call.dropout_p, generator=generator)
+            kept.div_(max(1 - call.dropout_p, torch.finfo(wide).tiny))  # with p = 1 nothing is kept to be enlarged
+        yield Weighed(tile, tile_q, tile_k, tile_v, scores, capped, sink, kept)
+
+
+@torch.no_grad()
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling, seed: int | None) -> Tensor:
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    for w in _weighed_tiles(q, k, v, call, tiling, seed, for_gradients=False):
+        rows = out[w.tile.batch, w.tile.heads, w.tile.rows]
+        rows.copy_(torch.bmm(w.dropped_weights, w.v).view(rows.shape))
+    return out
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    tiling: Tiling,
+    seed: int | None,
+    grad: Tensor,
+    *,
+    wants_mask: bool,
+    wants_sinks: bool,
+) -> Gradients:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.zeros_like(q)
+    # Several tiles add to these: in half precision each addition would round.
+    dk, dv = (torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (k, v))
+    mask, sinks = call.mask, call.sinks
+    dmask = dmask4 = None
+    if wants_mask and mask is not None:
+        dmask = torch.zeros_like(mask, dtype=wide, memory_format=torch.contiguous_format)
+        dmask4 = dmask.view((1,) * (4 - mask.ndim) + mask.shape)
+    dsinks = torch.zeros_like(sinks, dtype=wide) if wants_sinks and sinks is not None else None
+
+    for w in _weighed_tiles(q, k, v, call, tiling, seed, for_gradients=True):
+        at = w.tile
+        tile_grad = grad[at.batch, at.heads, at.rows].to(wide)  # (h*G, r, D_v)
+        G_heads, r, s = *tile_grad.shape[:2], w.k.shape[1]
+        tile_grad = tile_grad.reshape(*w.q.shape[:2], -1)  # (h, G*r, D_v)
+        dv[at.batch, at.kv_heads, at.keys] += w.dropped_weights.mT @ tile_grad
+
+        dweights = tile_grad @ w.v.mT  # (h, G*r, s)
+        if w.kept is not None:
+            dweights *= w.kept
+        # dS = P * (dP - sum(P * dP)); a sink has no value, so its dP is 0 and the sum runs over keys alone.
+        dscores = torch._softmax_backward_data(dweights, w.weights, -1, wide)
+        if dsinks is not None and w.sink is not None:
+            inner = torch.linalg.vecdot(w.weights, dweights).unsqueeze(-1)  # (h, G*r, 1)
+            dsinks[at.heads] -= (w.sink * inner).view(G_heads, r).sum(-1)
+        by_head = dscores.view(G_heads, r, s)
+        for zone in at.zones:
+            by_head[..., zone.keys].masked_fill_(zone.hidden, 0.0)
+        if dmask4 is not None:
+            target = part(dmask4, at.batch, at.heads, at.rows, at.keys)
+            target += by_head.sum_to_size(target.shape)
+        if w.capped is not None:
+            assert call.softcap is not None
+            dscores *= 1 - (w.capped / call.softcap).square()
+
+        rows = dq[at.batch, at.heads, at.rows]
+        rows.copy_((dscores @ w.k).mul_(call.scale).view(rows.shape))
+        dk[at.batch, at.kv_heads, at.keys] += dscores.mT @ w.q
+    return (
+        dq,
+        dk.to(k.dtype),
+        dv.to(v.dtype),
+        None if dmask is None or mask is None else dmask.to(mask.dtype),
+        None if dsinks is None or sinks is None else dsinks.to(sinks.dtype),
+    )
+
+
+KERNEL = Kernel("tiled", tiled, gives_weights=True)

@@ -1,0 +1,53 @@
+"""`--explain`: which form of latent attention, and which kernel, each case takes, and the counts that decide it."""
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from harness.case import Case
+from harness.report.format import count, ratio
+from harness.specs import VARIANTS
+from harness.specs.latent_cost import FLOPS_PER_BYTE, Choice, Cost, LatentSizes, choose
+
+RULE = f"auto takes the lower price = FLOPs + {FLOPS_PER_BYTE} x bytes, counted per batch row"
+
+
+def print_explanations(
+    cases: Sequence[Case], console: Console, *, why_kernel: Callable[[Case], str] | None = None
+) -> None:
+    """A paragraph per case; `why_kernel` says what the kernel named "auto" comes to."""
+    if any(case.kv_lora_rank is not None for case in cases):
+        console.print(f"latent attention: {RULE}", markup=False, highlight=False, soft_wrap=True)
+    for case in cases:
+        console.print(case.case_id, markup=False, highlight=False, soft_wrap=True)
+        for reason in (why(case), why_kernel(case) if why_kernel else f"kernel {case.kernel}, as the config says"):
+            if reason:
+                console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+def why(case: Case) -> str | None:
+    """The form that a case of latent attention takes, and why; None for other variants."""
+    choice = choice_of(case)
+    if choice is None:
+        return None
+    mode = VARIANTS[case.variant].swap_options.get("mode", "auto")
+    if mode == "naive":
+        return "expanded: its cache holds decompressed keys and values, so only new tokens are decompressed"
+    counts = f"absorbed {_cost(choice.absorbed)}; expanded {_cost(choice.expanded)}"
+    if mode == "absorbed":
+        return f"absorbed: the variant says so; {counts}"
+    form, prices = "absorbed" if choice.absorbs else "expanded", choice.absorbed.price / choice.expanded.price
+    return f"{form}: {counts}; price of absorbing / expanding = {ratio(prices)}"
+
+
+def choice_of(case: Case) -> Choice | None:
+    """Both forms' costs for the last call of this case; None without latents."""
+    if case.kv_lora_rank is None or case.rope_head_dim is None or case.v_head_dim is None:
+        return None
+    sizes = LatentSizes(case.heads, case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank)
+    queries = 1 if case.phase == "decode" else case.seq_len
+    return choose(sizes, queries, case.kv_len, itemsize=case.item_bytes)
+
+
+def _cost(cost: Cost) -> str:
+    return f"{count(cost.flops)} FLOPs and {count(cost.bytes)} bytes"
