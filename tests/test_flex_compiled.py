@@ -21,6 +21,7 @@ def problem(L: int, S: int, H_kv: int = 2) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("kernel", ["compiled", "flex"])
 def test_equals_sdpa_at_all_positions_with_one_graph(kernel):
     """Lengths and windows are arguments of the graph: a second graph would take another ten seconds."""
+    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for L, S, left, right in ((24, 24, -1, 0), (20, 31, 4, 3), (24, 24, 6, 0)):
         q, k, v = problem(L, S)

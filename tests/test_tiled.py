@@ -130,14 +130,26 @@ def test_nan_in_a_query_does_not_reach_values_hidden_from_it():
     assert bool(dv[0, 1].isfinite().all())
 
 
+@pytest.mark.parametrize("tile", [(3, 1), (64, 2)], ids=str)
+def test_each_batch_row_has_its_own_start(tile):
+    q, k, v = problem(L=5, S=20)
+    both = run_tiled(q, k, v, make_call(q, k, v, causal=True, q_start=torch.tensor([2, 11])), Tiling(*tile))
+    for b, start in enumerate((2, 11)):
+        seen = torch.arange(20) <= torch.arange(5)[:, None] + start
+        expected = F.scaled_dot_product_attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], seen, enable_gqa=True)
+        torch.testing.assert_close(both[b : b + 1], expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("hiding", ["mask", "window", "start"])
 def test_dead_rows_give_zero_with_gradient_zero(hiding):
     q, k, v = (t.requires_grad_() for t in problem(B=1, L=20, S=20))
     rows = torch.arange(20)
-    options: dict[str, Any] = {
+    hidings: dict[str, dict[str, Any]] = {
         "start": {"causal": True, "q_start": -7},
         "window": {"window": (2, 0), "q_start": 9},
-    }.get(hiding, {"mask": (rows[:, None] % 3 != 1).expand(20, 20)})
+        "mask": {"mask": (rows[:, None] % 3 != 1).expand(20, 20)},
+    }
+    options = hidings[hiding]
     dead = {"start": rows < 7, "window": rows + 9 > 21, "mask": rows % 3 == 1}[hiding]
     for tile in ((3, 1), (64, 2)):
         out = run_tiled(q, k, v, make_call(q, k, v, **options), Tiling(*tile))

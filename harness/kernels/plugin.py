@@ -15,6 +15,8 @@ from torch import Tensor
 from harness.errors import BadInput
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
 
+MOST_TOLD = 2000  # characters
+
 
 class PluginError(BadInput):
     """A user's kernel or model that cannot be loaded; the message names the file and the reason."""
@@ -108,11 +110,12 @@ def _import_module(name: str) -> tuple[Any, str]:
 
 
 def told(error: BaseException) -> str:
-    """Type and message of what foreign code raised; its own way to say it may raise too."""
+    """Type and message of what foreign code raised; its own way to say it may raise too, or say megabytes."""
     try:
-        return f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     except Exception:
-        return type(error).__name__
+        text = type(error).__name__
+    return text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}… ({len(text)} characters)"
 
 
 def _execute(importing: Callable[[], Any], place: str) -> Any:

@@ -1,14 +1,16 @@
 """The eager lines over tiles that stay in cache: less memory traffic, nothing computed that nobody sees.
 
 A tile is some query rows of some heads with all keys that these rows see, so its softmax is the plain one and the
-largest thing in memory is one tile of scores instead of all of them. The backward pass computes the tiles again.
+largest thing in memory is one tile of scores instead of all of them. Each thread takes tiles of its own, so that it
+waits for others once and not at each operation. The backward pass computes the tiles again, one after another.
 Double backward is not supported (torch says so). With dropout each tile's mask is drawn from a seed that comes from
 torch's generator, and drawn again in the backward pass: the distribution is eager's, the draws are not. Where the
 caller wants the weights they must exist as a whole: then, and for meta tensors, eager's lines run.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager
+from harness.kernels.threads import spread
 from harness.kernels.tiles import Tile, Tiling, choose_tiling, part, tiles
+
+LOG2_E = 1.4426950408889634
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -35,7 +40,7 @@ def run_tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tili
     seed = int(torch.randint(2**62, ())) if call.dropout_p > 0 else None
     leaves = (q, k, v, call.mask, call.sinks)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
-        return _Tiled.apply(*leaves, call, tiling, seed)
+        return _Tiled.apply(*leaves, call, tiling, seed)  # type: ignore[no-untyped-call]
     return _forward(q, k, v, call, tiling, seed)
 
 
@@ -87,22 +92,30 @@ class Weighed:
         return self.weights if self.kept is None else self.weights * self.kept
 
 
-def _weighed_tiles(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling, seed: int | None, *, for_gradients: bool
+def _weigh(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    workspace: Tensor,
+    todo: Iterable[Tile],
+    *,
+    seed: int | None,
+    for_gradients: bool,
 ) -> Iterator[Weighed]:
-    """Eager's lines, in place in one workspace. Only for code that autograd does not watch."""
+    """Eager's lines, in place in the workspace. Only for code that autograd does not watch."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    G, S, D = q.shape[1] // k.shape[1], k.shape[2], q.shape[3]
-    workspace = q.new_empty(min(tiling.heads, k.shape[1]) * G * min(tiling.rows, q.shape[2]) * S, dtype=wide)
+    G, D = q.shape[1] // k.shape[1], q.shape[3]
     bias = None if call.bias is None else call.bias.reshape((1,) * (4 - call.bias.ndim) + call.bias.shape)
     generator = None if seed is None else torch.Generator(q.device).manual_seed(seed)
 
-    for tile in tiles(q, k, call, tiling):
+    for tile in todo:
         h, r = tile.kv_heads.stop - tile.kv_heads.start, tile.rows.stop - tile.rows.start
         s = tile.keys.stop - tile.keys.start
         # Half-precision scores would break equality: fp32 from here to the output, a tile at a time.
         tile_q = (q[tile.batch, tile.heads, tile.rows].to(wide) * call.scale).reshape(h, G * r, D)
-        tile_k, tile_v = (t[tile.batch, tile.kv_heads, tile.keys].to(wide) for t in (k, v))
+        tile_k = k[tile.batch, tile.kv_heads, tile.keys].to(wide)
+        tile_v = v[tile.batch, tile.kv_heads, tile.keys].to(wide)
 
         scores = workspace[: h * G * r * s].view(h, G * r, s)
         torch.bmm(tile_q, tile_k.mT, out=scores)
@@ -126,7 +139,7 @@ def _weighed_tiles(
             by_head.copy_(shares[..., :-1])
             sink = shares[..., -1:].reshape(h, G * r, 1)
         # Rows that see nothing are 0/0 above; and a NaN query must not reach the gradients of keys hidden from it.
-        for zone in tile.zones if tile.has_dead_rows or for_gradients else ():
+        for zone in tile.zones if for_gradients or tile.has_dead_rows else ():
             by_head[..., zone.keys].masked_fill_(zone.hidden, 0.0)
         kept = None
         if generator is not None:
@@ -138,10 +151,70 @@ def _weighed_tiles(
 @torch.no_grad()
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling, seed: int | None) -> Tensor:
     out = q.new_empty(*q.shape[:3], v.shape[-1])
-    for w in _weighed_tiles(q, k, v, call, tiling, seed, for_gradients=False):
-        rows = out[w.tile.batch, w.tile.heads, w.tile.rows]
-        rows.copy_(torch.bmm(w.dropped_weights, w.v).view(rows.shape))
+    todo = tiles(q, k, call, tiling)
+    if call.bias is None and call.softcap is None and call.sinks is None and seed is None:
+        rooms = [_workspace(q, k, v, tiling) for _ in range(torch.get_num_threads())]
+        spread(functools.partial(_fill, call.scale), rooms, (_piece(q, k, v, out, tile) for tile in todo))
+    else:
+        for w in _weigh(q, k, v, call, _workspace(q, k, v, tiling), todo, seed=seed, for_gradients=False):
+            rows = out[w.tile.batch, w.tile.heads, w.tile.rows]
+            rows.copy_(torch.bmm(w.dropped_weights, w.v).view(rows.shape))
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One tile's views, made before the threads start: at each call of torch's they may dispute Python's lock."""
+
+    q: Tensor  # (h, G*r, D)
+    k: Tensor  # (h, D, s)
+    v: Tensor  # (h, s, D_v)
+    out: Tensor  # (h, G*r, D_v) if that is a view, else (h*G, r, D_v)
+    tile: Tile
+
+
+def _piece(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tile: Tile) -> _Piece:
+    h = tile.kv_heads.stop - tile.kv_heads.start
+    own_q, own_out = q[tile.batch, tile.heads, tile.rows], out[tile.batch, tile.heads, tile.rows]
+    own_k, own_v = k[tile.batch, tile.kv_heads, tile.keys], v[tile.batch, tile.kv_heads, tile.keys]
+    return _Piece(own_q.reshape(h, -1, q.shape[3]) if q.shape[3] else own_q, own_k.mT, own_v, own_out, tile)
+
+
+def _fill(scale: float, workspace: Tensor, pieces: Iterator[_Piece]) -> None:
+    """Eager's lines in powers of two: exp2 takes half the time of exp, and the scale takes up the difference."""
+    for piece in pieces:
+        q, k, v = (t if t.dtype == workspace.dtype else t.to(workspace.dtype) for t in (piece.q, piece.k, piece.v))
+        h, rows, s = *q.shape[:2], k.shape[2]
+        scores = workspace[: h * rows * s].view(h, rows, s)
+        torch.baddbmm(scores, q, k, beta=0, alpha=scale * LOG2_E, out=scores)
+        for zone in piece.tile.zones:
+            shown = scores.view(*piece.out.shape[:2], s)[..., zone.keys]
+            torch.minimum(shown, zone.ceiling, out=shown)
+        total = _to_powers_of_two(scores, has_dead_rows=piece.tile.has_dead_rows)
+        mixed = workspace[h * rows * s :][: h * rows * v.shape[2]].view(h, rows, -1)
+        torch.bmm(scores, v, out=mixed)
+        if mixed.shape != piece.out.shape:
+            mixed, total = mixed.view(piece.out.shape), total.view(*piece.out.shape[:2], 1)
+        torch.div(mixed, total, out=piece.out)  # smaller than the weights
+
+
+def _to_powers_of_two(scores: Tensor, *, has_dead_rows: bool) -> Tensor:
+    """In place, not normalised; gives the sums of the rows."""
+    if scores.shape[-1] == 0:
+        return scores.new_ones(*scores.shape[:-1], 1)
+    peak = scores.amax(-1, keepdim=True)
+    if has_dead_rows:
+        peak.masked_fill_(peak == float("-inf"), 0.0)
+    scores.sub_(peak).exp2_()
+    total = scores.sum(-1, keepdim=True)
+    return total.masked_fill_(total == 0.0, 1.0) if has_dead_rows else total  # a row that sees nothing stays 0
+
+
+def _workspace(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling) -> Tensor:
+    """Room for the scores of one tile and for its output. One for all tiles: fresh pages cost more than arithmetic."""
+    H_kv, S = k.shape[1:3]
+    rows = min(tiling.heads, H_kv) * (q.shape[1] // H_kv) * min(tiling.rows, q.shape[2])
+    return q.new_empty(rows * (S + v.shape[3]), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _backward(
@@ -167,7 +240,8 @@ def _backward(
         dmask4 = dmask.view((1,) * (4 - mask.ndim) + mask.shape)
     dsinks = torch.zeros_like(sinks, dtype=wide) if wants_sinks and sinks is not None else None
 
-    for w in _weighed_tiles(q, k, v, call, tiling, seed, for_gradients=True):
+    todo = tiles(q, k, call, tiling)
+    for w in _weigh(q, k, v, call, _workspace(q, k, v, tiling), todo, seed=seed, for_gradients=True):
         at = w.tile
         tile_grad = grad[at.batch, at.heads, at.rows].to(wide)  # (h*G, r, D_v)
         G_heads, r, s = *tile_grad.shape[:2], w.k.shape[1]

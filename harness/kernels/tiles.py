@@ -18,7 +18,9 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SHARE = 4  # a tile takes this part of the last-level cache; keys, values and other processes want room too
 # Each product reads all its keys anew, so few rows are dear; beyond these nothing more is gained.
 LEAST_ROWS, MOST_ROWS = 64, 256
-STAIRS = 8  # a causal tile computes its whole last step and hides half of it: steps are this part of the length
+STAIRS = 8  # a causal tile computes its whole last step and hides half of it: steps are this part of the length,
+LEAST_STEP = 128  # but no smaller than this: products of fewer rows are slower than half of them hidden
+TILE_ROWS = 512  # of all its heads: what each tile costs besides arithmetic no longer counts
 
 
 @functools.cache
@@ -52,11 +54,11 @@ def choose_tiling(q: Tensor, k: Tensor, call: AttentionCall) -> Tiling:
     L, (H_kv, S) = q.shape[2], k.shape[1:3]
     G = q.shape[1] // H_kv  # the heads of a group are rows of one product
     row = G * max(S, 1) * max(q.element_size(), 4)  # bytes of one position's scores: half types are scored in float32
-    budget = cache_bytes() // SHARE
+    budget = cache_bytes() // (SHARE * torch.get_num_threads())  # each thread has a tile of its own
     slanted = call.causal or call.left is not None or call.right is not None
-    most = min(MOST_ROWS, max(L // STAIRS, LEAST_ROWS)) if slanted else MOST_ROWS
+    most = min(MOST_ROWS, max(L // STAIRS, LEAST_STEP)) if slanted else MOST_ROWS
     rows = max(min(budget // row, most // G, L), LEAST_ROWS // G, 1)
-    return Tiling(rows, heads=max(min(budget // (rows * row), H_kv), 1))
+    return Tiling(rows, heads=max(min(TILE_ROWS // (rows * G), budget // (rows * row), H_kv), 1))
 
 
 @dataclass(frozen=True)
