@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from harness.checking import check as check
     from harness.equivalence import Equivalence as Equivalence
     from harness.kernels.front import attention as attention
+    from harness.loading import load as load
     from harness.runner import run as run
-    from harness.store import load as load
     from harness.swaps.engine import replace_mha_with_eager as replace_mha_with_eager
     from harness.swaps.engine import swap as swap
     from harness.swaps.report import SwapReport as SwapReport
@@ -37,7 +37,7 @@ _HOMES = {
     "assert_equivalent": "harness.checking",
     "attention": "harness.kernels.front",
     "check": "harness.checking",
-    "load": "harness.store",
+    "load": "harness.loading",
     "replace_mha_with_eager": "harness.swaps",
     "run": "harness.runner",
     "swap": "harness.swaps",

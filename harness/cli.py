@@ -13,6 +13,7 @@ from harness.exits import BAD_INPUT, BUG, EQUAL, INTERRUPTED
 
 EPILOG = """\
 exit codes:  0 all equal   1 a mismatch or a regression   2 bad input   3 a bug in harness
+             130 stopped by Ctrl-C   143 stopped by SIGTERM
 
 examples:
   harness run configs/smoke.yaml                        judge, weigh and time a small grid
@@ -22,6 +23,8 @@ examples:
   harness merge results/all shard1 shard2               put the shards of a run together
   harness gate results/latest                           did anything get worse since the accepted baseline?
   harness doctor --quick                                how far can this machine's timings be trusted?
+  harness show results/latest                           a run's story: curves, errors, worst cells
+  harness advise --model llama-3-8b --memory 24GiB      which kind of attention fits, and how fast it would be
   harness verify llama                                  swap a real model's attention, prove it is the same model
   harness sensitivity                                   would the comparison see a wrong kernel?
 """

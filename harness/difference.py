@@ -73,8 +73,8 @@ class Difference:
     @property
     def found(self) -> bool:
         """Whether there is anything to tell; a speed within both intervals is not."""
-        told = (not self.in_both, self.status_changed, bool(self.weights), self.error_factor is not None)
-        return any(told) or self.pair("max_abs_err") is not None or self.speed_apart
+        changed = any(self.pair(name) is not None for name in ("status", "err_ratio", "max_abs_err", *WEIGHTS))
+        return changed or not self.in_both or self.speed_apart
 
     def pair(self, column: str) -> tuple[Any, Any] | None:
         """Both values where they differ; a missing one is None."""

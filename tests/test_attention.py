@@ -14,7 +14,7 @@ from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import make_call
 from harness.peak import peak_bytes
 
-KERNELS = ["eager", "sdpa"]
+KERNELS = ["eager", "sdpa", "grouped", "tiled"]
 B, H, H_kv, L, S, D, D_v = 2, 6, 2, 5, 7, 8, 3
 INF = float("inf")
 

@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from allocations import allocations
 from torch import Tensor
 
 import harness
 from harness.cache import KVCache
 from harness.kernels.front import find_kernel
+from tests.allocations import allocations
 
 B, HEADS, D, D_v = 2, 3, 4, 5
 

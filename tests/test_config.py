@@ -279,7 +279,7 @@ def test_moving_a_mistake_moves_its_line(refuse):
         ("  mask: null\n", 9, "grid.mask", "unknown mask (known: none, "),
         ("  phase: decoed\n", 9, "grid.phase", "did you mean 'decode'? (known: prefill, decode, train)"),
         ("  dtype: float23\n", 9, "grid.dtype", "did you mean 'float32'? (known: float64, float32, bfloat16, "),
-        ("  kernel: egaer\n", 9, "grid.kernel", "did you mean 'eager'? (known: compiled, eager, "),
+        ("  kernel: egaer\n", 9, "grid.kernel", "did you mean 'eager'? (known: auto, compiled, eager, "),
         ("regimes: [plain,\n offst]\n", 10, "regimes", "did you mean 'offset'? (known: plain, peaked, "),
     ],
 )

@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocations import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import harness
 from harness.kernels import grouped
+from harness.kernels.choice import FEW
+from harness.kernels.eager import eager
+from tests.allocations import allocations
 
 INF = float("inf")
 
@@ -76,7 +78,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     seed=st.integers(0, 999),
 )
 def test_equal_to_sdpa_by_the_acceptance_rule(heads, L, S, B, layout, dtype, kind, seed):
-    q, k, v = draw(*heads, L, S, B=B, layout=layout, dtype=dtype, seed=seed)
+    q, k, v = draw(heads[0], heads[1], L, S, B=B, layout=layout, dtype=dtype, seed=seed)
     mask = None
     if kind != "none":
         mask = torch.rand(B, 1, L, S, generator=torch.Generator().manual_seed(seed)) < 0.7
@@ -96,7 +98,7 @@ def _as(mask: Tensor | None, q: Tensor) -> Tensor | None:
 def test_both_orders_of_the_product(heads, monkeypatch):
     monkeypatch.setattr(grouped, "CACHED_BYTES", 0)
     for layout in ("buffer", "tokens"):
-        q, k, v = draw(*heads, 1, 300, layout=layout)
+        q, k, v = draw(heads[0], heads[1], 1, 300, layout=layout)
         harness.assert_equivalent(ours, sdpa, (q, k, v))
         torch.testing.assert_close(ours(q, k, v), sdpa(q, k, v))
 
@@ -143,8 +145,8 @@ def _name(rules: dict[str, Any]) -> str:
 def test_gradients_against_sdpa(dtype):
     mask = torch.rand(2, 1, 2, 70, generator=torch.Generator().manual_seed(1)) < 0.6
     mask[..., 3] = True
-    with_mask = [functools.partial(function, mask=mask) for function in (ours, sdpa)]
-    harness.assert_equivalent(*with_mask, draw(8, 2, 2, 70, dtype=dtype), gradients=True)
+    masked, expected = (functools.partial(function, mask=mask) for function in (ours, sdpa))
+    harness.assert_equivalent(masked, expected, draw(8, 2, 2, 70, dtype=dtype), gradients=True)
 
 
 def test_dead_rows_are_zero_and_hidden_nan_stays_hidden():
@@ -186,9 +188,13 @@ def test_a_half_precision_cache_is_never_widened_whole(monkeypatch):
 
 def test_many_rows_take_the_eager_lines(monkeypatch):
     calls = []
-    monkeypatch.setattr(grouped, "eager", lambda *args: calls.append(1) or eager(*args))
-    eager = harness.kernels.eager.eager
-    few, many = draw(8, 2, grouped.FEW // 4, 40), draw(8, 2, grouped.FEW // 4 + 1, 40)
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return eager(*arguments)
+
+    monkeypatch.setattr(grouped, "eager", counted)
+    few, many = draw(8, 2, FEW // 4, 40), draw(8, 2, FEW // 4 + 1, 40)
     ours(*few)
     assert not calls
     assert torch.equal(ours(*many), harness.attention(*many, kernel="eager")) and calls

@@ -1,6 +1,7 @@
 """The cost model of latent attention: counts that are torch's, a choice that the module follows, and `--explain`."""
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,13 @@ DEEPSEEK_V3 = LatentSizes(heads=128, nope=128, rope=64, value=128, rank=512)
 E = 24
 
 
-def module(sizes: LatentSizes, mode: str = "auto", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def module(sizes: LatentSizes, mode: str = "auto", dtype: torch.dtype = torch.float32) -> Any:
     H, N, R, V, r = sizes.heads, sizes.nope, sizes.rope, sizes.value, sizes.rank
-    dims = {"kv_lora_rank": r, "nope_head_dim": N, "rope_head_dim": R, "v_head_dim": V}
-    return harness.MultiHeadLatentAttention(E, H, **dims, mode=mode, dtype=dtype).eval()
+    dims: dict[str, Any] = {"kv_lora_rank": r, "nope_head_dim": N, "rope_head_dim": R, "v_head_dim": V, "mode": mode}
+    return harness.MultiHeadLatentAttention(E, H, **dims, dtype=dtype).eval()
 
 
-def counted_flops(latent_attention: torch.nn.Module, sizes: LatentSizes, queries: int, keys: int) -> int:
+def counted_flops(latent_attention: Any, sizes: LatentSizes, queries: int, keys: int) -> int:
     """Of everything but the projections from and to E, which both forms share."""
     dtype = next(latent_attention.parameters()).dtype
     cache = latent_attention.new_cache(keys)
@@ -111,35 +112,56 @@ def test_auto_looks_at_the_dtype_of_the_cache():
 
 def case(variant: str = "mla", phase: str = "decode", seq_len: int = 512, **changes: object) -> Case:
     latent = {"kv_lora_rank": 128, "rope_head_dim": 16, "v_head_dim": 32} if "mla" in variant else {}
-    fields = {"kernel": "eager", "embed_dim": 256, "heads": 8, "kv_heads": None, "head_dim": 32, "batch": 1}
+    fields: dict[str, Any] = {
+        "kernel": "eager",
+        "embed_dim": 256,
+        "heads": 8,
+        "kv_heads": None,
+        "head_dim": 32,
+        "batch": 1,
+    }
     fields |= {"mask": "causal", "dtype": "float32", **latent, **changes}
     return Case(variant=variant, phase=phase, seq_len=seq_len, **fields)
 
 
-def explained(*cases: Case, **options: object) -> str:
-    console = Console(file=io.StringIO(), width=60)
-    print_explanations(cases, console, **options)
-    return console.file.getvalue()
+def explained(*cases: Case) -> str:
+    text = io.StringIO()
+    print_explanations(cases, Console(file=text, width=60))
+    return text.getvalue()
 
 
 def test_decode_is_absorbed_and_prefill_expanded_with_their_counts():
     step, prefill = case(phase="decode"), case(phase="prefill")
     chosen = choose(LatentSizes(8, 32, 16, 32, 128), 1, 512)
-    assert why(step).startswith("absorbed: absorbed 2.36M FLOPs")
+    assert str(why(step)).startswith("absorbed: absorbed 2.36M FLOPs")
     assert chosen.absorbed.flops == pytest.approx(2.36e6, rel=2e-3)
-    assert why(prefill).startswith("expanded: ")
+    assert str(why(prefill)).startswith("expanded: ")
     text = explained(step, prefill)
     assert text.index(step.case_id) < text.index("absorbed:") < text.index(prefill.case_id) < text.index("expanded:")
     assert f"FLOPs + {FLOPS_PER_BYTE} x bytes" in text
 
 
 def test_fixed_forms_say_that_they_are_fixed():
-    assert "its cache holds decompressed keys" in why(case("mla_naive"))
-    assert why(case("mla_absorbed", phase="prefill")).startswith("absorbed: the variant says so")
+    assert "its cache holds decompressed keys" in str(why(case("mla_naive")))
+    assert str(why(case("mla_absorbed", phase="prefill"))).startswith("absorbed: the variant says so")
 
 
 def test_other_variants_name_their_kernel_alone():
     other = case("mha", kv_heads=8)
     assert why(other) is None
     assert explained(other).splitlines() == [other.case_id, "  kernel eager, as the config says"]
-    assert explained(other, why_kernel=lambda c: f"because {c.heads}").splitlines()[1] == "  because 8"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"phase": "decode", "seq_len": 4096},
+            "kernel grouped: 1 rows over 4096 keys, 1 queries, causal or windowed, decode",
+        ),
+        ({"phase": "prefill", "seq_len": 1024}, "kernel tiled: 1024 rows over 1024 keys, 1024 queries"),
+        ({"phase": "prefill", "seq_len": 64}, "kernel eager: 64 rows"),
+    ],
+)
+def test_what_auto_comes_to_is_told_with_its_numbers(options, told):
+    assert told in " ".join(explained(case("mha", kv_heads=8, kernel="auto", mask="causal", **options)).split())

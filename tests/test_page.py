@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from harness import store
 from harness.cli import main
-from harness.commands.report import labels_of
 from harness.errors import BadInput
 from harness.gate import Finding
+from harness.loading import labels
 from harness.record import COLUMNS
 from harness.report import figure
 from harness.report.page import Run, Sensitivity, build_page, read_sensitivity
@@ -275,7 +275,7 @@ def test_bad_input_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["report", str(folder), str(folder)]) == 2
     assert "given twice" in capsys.readouterr().err
     (tmp_path / "c").mkdir()
-    assert labels_of([tmp_path / "a", tmp_path / "c" / ".." / "a"]) == [f"{tmp_path}/a", f"{tmp_path}/c/../a"]
+    assert labels([tmp_path / "a", tmp_path / "c" / ".." / "a"]) == [f"{tmp_path}/a", f"{tmp_path}/c/../a"]
 
 
 def test_the_picture_keeps_the_fullest_panels() -> None:

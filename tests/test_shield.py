@@ -10,7 +10,7 @@ from torch import Tensor
 import harness
 from harness.kernels.front import find_kernel
 
-KERNELS = ["eager", "sdpa"]
+KERNELS = ["eager", "sdpa", "grouped", "tiled"]
 B, H, H_kv, L, S, D, D_v = 2, 4, 2, 6, 20, 8, 5
 BAD_KEY = 17
 NAN, INF = float("nan"), float("inf")

@@ -397,7 +397,7 @@ def test_what_cannot_be_carried_over_is_refused(options: dict[str, Any]) -> None
         ("mha", {"mode": "naive"}, "options no swapped module heeds: mode; known here: none"),
         ("mla", {"modus": "naive"}, "options no swapped module heeds: modus; known here: mode"),
         ("mla", {"mode": "fast"}, "mode = 'fast': must be auto, naive or absorbed"),
-        ("mha", {"kernel": "flash"}, "unknown kernel 'flash'; known: auto, eager"),
+        ("mha", {"kernel": "flash"}, "unknown kernel 'flash'; known: auto, compiled, eager"),
     ],
 )
 def test_options_are_heeded_or_refused(name: str, options: dict[str, Any], message: str) -> None:

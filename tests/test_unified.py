@@ -156,7 +156,7 @@ def test_memory_usage_of_a_published_model_needs_no_memory() -> None:
         ({"d_model": 30, "attention_type": "mla"}, r"heads = 8: must divide embed_dim \(30\)"),
         ({"num_heads": 0}, r"num_heads \(0\) must be at least 1"),
         ({"num_heads": 0, "attention_type": "mla"}, "heads = 0: must be at least 1"),
-        ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, eager"),
+        ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, compiled, eager"),
     ],
 )
 def test_errors_name_value_and_rule(options: dict[str, Any], message: str) -> None:

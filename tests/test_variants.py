@@ -439,7 +439,10 @@ def test_rope_table_grows_with_positions_and_not_with_dtypes() -> None:
         (lambda: harness.GroupedQueryAttention(32, 0, 1), r"num_heads \(0\) must be at least 1"),
         (lambda: harness.MultiHeadAttention(30, 4), r"num_heads \(4\) must divide embed_dim \(30\)"),
         (lambda: harness.MultiHeadAttention(32, -4), r"num_heads \(-4\) must be at least 1"),
-        (lambda: harness.MultiQueryAttention(32, 4, kernel="fast"), "unknown kernel 'fast'; known: auto, eager"),
+        (
+            lambda: harness.MultiQueryAttention(32, 4, kernel="fast"),
+            "unknown kernel 'fast'; known: auto, compiled",
+        ),
         (lambda: BUILDERS["mla_auto"](kernel="fast"), "unknown kernel 'fast'"),
         (
             lambda: harness.MultiHeadLatentAttention(32, 4, **{**MLA, "rope_head_dim": 3}),

@@ -86,9 +86,11 @@ def _default_formats() -> list[str]:
 
 
 def _runs(options: argparse.Namespace, frames: "Sequence[pd.DataFrame]") -> "list[Run]":
+    from harness.loading import labels
     from harness.report.page import read_run
 
-    labels = labels_of(options.folders)
+    if len({str(folder) for folder in options.folders}) != len(options.folders):
+        raise BadInput("the same folder is given twice")
     return [
         read_run(
             folder,
@@ -98,19 +100,8 @@ def _runs(options: argparse.Namespace, frames: "Sequence[pd.DataFrame]") -> "lis
             # A study belongs to no run: one table of it is enough.
             sensitivity=options.sensitivity if folder == options.folders[0] else None,
         )
-        for folder, label, frame in zip(options.folders, labels, frames, strict=True)
+        for folder, label, frame in zip(options.folders, labels(options.folders), frames, strict=True)
     ]
-
-
-def labels_of(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, or their paths where two have the same name."""
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) == len(names):
-        return names
-    paths = [str(folder) for folder in folders]
-    if len(set(paths)) != len(paths):
-        raise BadInput("the same folder is given twice")
-    return paths
 
 
 def _target(options: argparse.Namespace, formats: Sequence[str], wanted: str) -> Path:

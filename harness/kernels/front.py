@@ -14,7 +14,6 @@ from harness.kernels.names import is_plugin, kernel_names
 from harness.registry import UnknownName
 
 AnyKernel = str | Kernel | Callable[..., Tensor]
-AUTO = "eager"  # the only built-in kernel that can do every call
 
 
 def find_kernel(kernel: AnyKernel) -> Kernel:
@@ -26,10 +25,9 @@ def find_kernel(kernel: AnyKernel) -> Kernel:
         return plugin.from_function(kernel, name, shielded=False, origin="a callable")
     if is_plugin(kernel):
         return plugin.load(kernel)
-    name = AUTO if kernel == "auto" else kernel
-    if name not in kernel_names():
-        raise UnknownName(f"unknown kernel {kernel!r}; known: auto, {', '.join(kernel_names())}, or file.py:function")
-    found: Kernel = importlib.import_module(f"harness.kernels.{name}").KERNEL
+    if kernel not in kernel_names():
+        raise UnknownName(f"unknown kernel {kernel!r}; known: {', '.join(kernel_names())}, or file.py:function")
+    found: Kernel = importlib.import_module(f"harness.kernels.{kernel}").KERNEL
     return found
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.choice import FEW
 from harness.kernels.eager import eager, weigh
 
-FEW = 128  # rows: beyond that the products are bound by arithmetic, and eager's order of loops is as good
 THIN = 8  # rows: fewer are a poor left-hand side, so keys that come from memory multiply them instead
 CACHED_BYTES = 1 << 22  # keys up to this size are taken to be in cache
 PIECE_BYTES = 1 << 22  # of a widened piece: stays in cache between being written and being read

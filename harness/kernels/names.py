@@ -4,7 +4,9 @@ import pkgutil
 from pathlib import Path
 
 # Files of this package that hold machinery rather than a kernel.
-MACHINERY = frozenset({"names", "call", "counter", "plugin", "shield", "front", "threads", "tiles", "compiling"})
+MACHINERY = frozenset(
+    {"names", "call", "choice", "counter", "plugin", "shield", "front", "threads", "tiles", "compiling"}
+)
 
 
 # Listed once, here: torch.compile warns of a functools.cache in its way.

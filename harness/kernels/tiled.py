@@ -5,7 +5,7 @@ largest thing in memory is one tile of scores instead of all of them. Each threa
 waits for others once and not at each operation. The backward pass computes the tiles again, one after another.
 Double backward is not supported (torch says so). With dropout each tile's mask is drawn from a seed that comes from
 torch's generator, and drawn again in the backward pass: the distribution is eager's, the draws are not. Where the
-caller wants the weights they must exist as a whole: then, and for meta tensors, eager's lines run.
+caller wants the weights they must exist as a whole: then, for meta tensors and inside torch.compile, eager's lines run.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    if call.need_weights or q.is_meta:
+    if call.need_weights or q.is_meta or torch.compiler.is_compiling():
         return eager(q, k, v, call)
     return run_tiled(q, k, v, call, choose_tiling(q, k, call)), None
 
@@ -152,7 +152,7 @@ def _weigh(
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling, seed: int | None) -> Tensor:
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     todo = tiles(q, k, call, tiling)
-    if call.bias is None and call.softcap is None and call.sinks is None and seed is None:
+    if call.bias is None and call.softcap is None and call.sinks is None and seed is None and _sums_fit(v):
         rooms = [_workspace(q, k, v, tiling) for _ in range(torch.get_num_threads())]
         spread(functools.partial(_fill, call.scale), rooms, (_piece(q, k, v, out, tile) for tile in todo))
     else:
@@ -160,6 +160,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tilin
             rows = out[w.tile.batch, w.tile.heads, w.tile.rows]
             rows.copy_(torch.bmm(w.dropped_weights, w.v).view(rows.shape))
     return out
+
+
+def _sums_fit(v: Tensor) -> bool:
+    """Weights that are not yet divided by their sum may add up to as many values as there are keys."""
+    largest = torch.finfo(torch.promote_types(v.dtype, torch.float32)).max / max(v.shape[2], 1)
+    return not bool(torch.linalg.vector_norm(v, float("inf")) > largest) if v.numel() else True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,27 @@
 """`--explain`: which form of latent attention, and which kernel, each case takes, and the counts that decide it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from harness.case import Case
+from harness.kernels.choice import pick
+from harness.masks import MASKS
 from harness.report.format import count, ratio
 from harness.specs import VARIANTS
+from harness.specs.latent import absorbs
 from harness.specs.latent_cost import FLOPS_PER_BYTE, Choice, Cost, LatentSizes, choose
 
 RULE = f"auto takes the lower price = FLOPs + {FLOPS_PER_BYTE} x bytes, counted per batch row"
 
 
-def print_explanations(
-    cases: Sequence[Case], console: Console, *, why_kernel: Callable[[Case], str] | None = None
-) -> None:
-    """A paragraph per case; `why_kernel` says what the kernel named "auto" comes to."""
+def print_explanations(cases: Sequence[Case], console: Console) -> None:
+    """A paragraph per case: the form of latent attention, and what the kernel named "auto" comes to."""
     if any(case.kv_lora_rank is not None for case in cases):
         console.print(f"latent attention: {RULE}", markup=False, highlight=False, soft_wrap=True)
     for case in cases:
         console.print(case.case_id, markup=False, highlight=False, soft_wrap=True)
-        for reason in (why(case), why_kernel(case) if why_kernel else f"kernel {case.kernel}, as the config says"):
+        for reason in (why(case), why_kernel(case)):
             if reason:
                 console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
 
@@ -38,6 +39,20 @@ def why(case: Case) -> str | None:
         return f"absorbed: the variant says so; {counts}"
     form, prices = "absorbed" if choice.absorbs else "expanded", choice.absorbed.price / choice.expanded.price
     return f"{form}: {counts}; price of absorbing / expanding = {ratio(prices)}"
+
+
+def why_kernel(case: Case) -> str:
+    """Which kernel the last call of this case comes to, and why."""
+    if case.kernel != "auto":
+        return f"kernel {case.kernel}, as the config says"
+    queries = 1 if case.phase == "decode" else case.seq_len
+    is_latent = case.kv_lora_rank is not None
+    kv_heads = case.kv_heads or (1 if is_latent and absorbs(case, queries, case.kv_len) else case.heads)
+    rule = MASKS[case.mask]
+    rows, slanted = case.heads // kv_heads * queries, rule.causal or rule.window is not None
+    name = pick(rows, queries, case.kv_len, slanted=slanted, trains=case.phase == "train", need_weights=False)
+    kind = "causal or windowed" if slanted else "dense"
+    return f"kernel {name}: {rows} rows over {case.kv_len} keys, {queries} queries, {kind}, {case.phase}"
 
 
 def choice_of(case: Case) -> Choice | None:

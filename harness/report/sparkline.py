@@ -22,8 +22,9 @@ def _block(value: float, bottom: float, top: float) -> str:
         return " "
     if value >= top:  # also infinity, and a range of one number
         return BLOCKS[-1] if top > bottom else BLOCKS[0]
-    share = max(0.0, (value - bottom) / (top - bottom))
-    return BLOCKS[int(share * len(BLOCKS))]
+    # Halved first, or the range of two huge numbers would overflow; rounding may end at the top block's upper edge.
+    share = max(0.0, (value / 2 - bottom / 2) / (top / 2 - bottom / 2))
+    return BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)]
 
 
 def condense(values: Sequence[float], width: int = WIDTH) -> list[float]:

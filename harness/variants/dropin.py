@@ -44,7 +44,7 @@ class DropInAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        kernel: AnyKernel = "eager",
+        kernel: AnyKernel = "auto",
         dead_rows: DeadRows = "zero",
     ) -> None:
         super().__init__()

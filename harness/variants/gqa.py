@@ -19,7 +19,7 @@ class GroupedQueryAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
-        kernel: AnyKernel = "eager",
+        kernel: AnyKernel = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

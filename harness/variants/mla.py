@@ -43,7 +43,7 @@ class MultiHeadLatentAttention(nn.Module):
         norm_eps: float = 1e-6,
         dropout: float = 0.0,
         mode: Mode = "auto",
-        kernel: AnyKernel = "eager",
+        kernel: AnyKernel = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -31,7 +31,7 @@ class UnifiedAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
-        kernel: AnyKernel = "eager",
+        kernel: AnyKernel = "auto",
         kv_lora_rank: int | None = None,
         q_lora_rank: int | None = None,
         rope_head_dim: int | None = None,

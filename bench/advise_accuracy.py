@@ -1,0 +1,155 @@
+"""How good `harness advise` predicts: decode steps of real layers, predicted and measured, side by side.
+
+    python bench/advise_accuracy.py                    float32, about a minute on a quiet machine
+    python bench/advise_accuracy.py --dtype bfloat16
+
+Exit codes: 0 every prediction within 30 % of the measurement, 1 not all.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, python puts bench/ there instead
+
+from harness.advise.candidates import Candidate, candidates
+from harness.advise.figure import Figure, figure
+from harness.advise.models import Model
+from harness.advise.roofline import measure
+from harness.advise.work import Part, decode_parts
+from harness.arguments import positive
+from harness.case import DTYPES
+from harness.console import terminal
+from harness.exits import EQUAL, NOT_EQUAL
+from harness.report.story import Column
+from harness.report.terminal import table_of
+
+if TYPE_CHECKING:
+    from harness.advise.probes import Layer
+
+WITHIN = 0.30
+# E, heads; head_dim is 64 up to a width of 1024 and 128 beyond, as in models of these widths.
+WIDTHS = ((512, 8), (1024, 16), (2048, 16), (4096, 32))
+LENGTHS = (512, 2048, 8192, 16384)
+BATCHES = (1, 4)
+LABELS = ("mha", "gqa-4", "mqa", "mla")
+CACHE_LIMIT = 2**30  # bytes: larger caches would only measure the memory once more
+
+
+@dataclass(frozen=True)
+class Point:
+    candidate: Candidate
+    batch: int
+    keys: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return decode_parts(self.candidate, batch=self.batch, keys=self.keys)
+
+
+def points(dtype: str, lengths: Sequence[int], labels: Sequence[str] = LABELS) -> Iterator[Point]:
+    for width, heads in WIDTHS:
+        model = Model("layer", width, 1, heads, width // heads, existing=False)
+        known = {candidate.label: candidate for candidate in candidates(model, dtype)}
+        for label in labels:
+            for batch in BATCHES:
+                for keys in lengths:
+                    point = Point(known[label], batch, keys)
+                    if batch * keys * point.candidate.bytes_per_token_layer <= CACHE_LIMIT:
+                        yield point
+
+
+def build(candidate: Candidate) -> "Layer":
+    import torch
+
+    from harness.advise.probes import KERNEL
+    from harness.variants.gqa import GroupedQueryAttention
+    from harness.variants.mla import MultiHeadLatentAttention
+
+    case = candidate.case
+    kind = getattr(torch, case.dtype)
+    if case.kv_heads is not None:
+        return GroupedQueryAttention(
+            case.embed_dim, case.heads, case.kv_heads, head_dim=case.head_dim, kernel=KERNEL, dtype=kind
+        )
+    assert case.kv_lora_rank is not None and case.rope_head_dim is not None and case.v_head_dim is not None
+    return MultiHeadLatentAttention(
+        case.embed_dim, case.heads, kv_lora_rank=case.kv_lora_rank, nope_head_dim=case.head_dim,
+        rope_head_dim=case.rope_head_dim, v_head_dim=case.v_head_dim, mode="absorbed", kernel=KERNEL, dtype=kind,
+    )  # fmt: skip
+
+
+def measured(point: Point, *, budget_s: float) -> Figure:
+    import torch
+
+    from harness.advise.probes import decode_step
+    from harness.timing import interleave
+
+    with torch.inference_mode():
+        layer = build(point.candidate)
+        step = decode_step(layer, batch=point.batch, keys=point.keys)
+        samples = interleave({"step": step}, budget_s=budget_s, min_blocks=7, max_blocks=100, seed=0)
+    return figure(samples["step"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # before torch is loaded
+    import torch
+    from rich.console import Console
+
+    torch.set_num_threads(options.threads)
+    chosen = list(points(options.dtype, options.keys, options.variant))[:: options.every]
+    status = Console(stderr=True).status("")
+    with status:
+        roofline = measure([part.shape for point in chosen for part in point.parts], options.dtype, told=status.update)
+        rows = []
+        for point in chosen:
+            status.update(f"{point.candidate.label} E {point.candidate.case.embed_dim} S {point.keys} B {point.batch}")
+            working_set = sum(part.bytes for part in point.parts)
+            predicted = roofline.seconds(point.parts, working_set=working_set)
+            rows.append((point, predicted, measured(point, budget_s=options.seconds)))
+    console = terminal()
+    console.print(table(rows))
+    ratios = [predicted.value / real.value for _, predicted, real in rows]
+    good = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
+    summary = (
+        f"{good} of {len(rows)} within {WITHIN:.0%} of the measurement, {options.dtype}, {options.threads} threads"
+    )
+    console.print(f"{summary}; {roofline.bytes_per_s / 1e9:.1f} GB/s from memory", highlight=False)
+    return EQUAL if good == len(rows) else NOT_EQUAL
+
+
+def table(rows: Sequence[tuple[Point, Figure, Figure]]) -> object:
+    cases = [point.candidate.case for point, _, _ in rows]
+    return table_of(
+        [
+            Column("variant", [point.candidate.label for point, _, _ in rows], left=True),
+            Column("E", [f"{case.embed_dim:,}" for case in cases]),
+            Column("heads", [str(case.heads) for case in cases]),
+            Column("S", [f"{point.keys:,}" for point, _, _ in rows]),
+            Column("batch", [str(point.batch) for point, _, _ in rows]),
+            Column("predicted ms", [f"{1e3 * predicted.value:.3f} ±{predicted.error:.0%}" for _, predicted, _ in rows]),
+            Column("measured ms", [f"{1e3 * real.value:.3f} ±{real.error:.0%}" for _, _, real in rows]),
+            Column("ratio", [f"{predicted.value / real.value:.2f}" for _, predicted, real in rows]),
+        ]
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="default: all cores")
+    parser.add_argument("--variant", choices=LABELS, nargs="+", default=LABELS, help="default: all")
+    parser.add_argument("--keys", type=int, nargs="+", default=LENGTHS, metavar="S", help="default: 512 to 16384")
+    parser.add_argument("--every", type=positive, default=1, metavar="N", help="only every N-th layer")
+    parser.add_argument("--seconds", type=float, default=0.2, help="for one layer (default: 0.2)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The kinds of attention that a model could have: its own first, then MHA, GQA, MQA and MLA of the same width."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness.advise.models import Model
+from harness.case import Case
+from harness.errors import BadInput
+from harness.specs import VARIANTS, Impossible
+
+GROUPS = (8, 4)  # key/value heads of the GQA candidates
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """`case` is one token of one layer; `kv_heads` counts the key/value heads that queries tell apart."""
+
+    label: str
+    case: Case
+    kv_heads: int
+    own: bool = False
+    extra_params: int = 0  # what the variant's formula does not know: the norms of q and k
+
+    @property
+    def attention_params(self) -> int:
+        """Of one layer, without biases."""
+        return VARIANTS[self.case.variant].params(self.case) + self.extra_params
+
+    @property
+    def bytes_per_token_layer(self) -> int:
+        cached = VARIANTS[self.case.variant].kv_cache_bytes(self.case)
+        assert cached is not None
+        return cached
+
+
+def candidates(model: Model, dtype: str) -> list[Candidate]:
+    """GQA with as many key/value heads as the model has, or that do not divide its heads, is left out."""
+    found = [_own(model, dtype)] if model.existing else []
+    taken = {candidate.label for candidate in found}
+    wanted = [("mha", None), *(("gqa", n) for n in GROUPS if n < model.heads and not model.heads % n), ("mqa", None)]
+    for variant, kv_heads in wanted:
+        label = variant if kv_heads is None else f"gqa-{kv_heads}"
+        if label not in taken:
+            found.append(_grouped(model, label, variant, kv_heads, dtype))
+            taken.add(label)
+    if not (model.existing and model.is_latent):
+        found.append(_latent(model, dtype))
+    return found
+
+
+def _own(model: Model, dtype: str) -> Candidate:
+    if model.is_latent:
+        return _latent(model, dtype, own=True)
+    kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
+    if kv_heads == model.heads:
+        return _grouped(model, "mha", "mha", None, dtype, own=True)
+    if kv_heads == 1:
+        return _grouped(model, "mqa", "mqa", None, dtype, own=True)
+    return _grouped(model, f"gqa-{kv_heads}", "gqa", kv_heads, dtype, own=True)
+
+
+def _grouped(
+    model: Model, label: str, variant: str, kv_heads: int | None, dtype: str, *, own: bool = False
+) -> Candidate:
+    case = _case(model, variant, dtype, kv_heads=kv_heads, head_dim=model.head_dim)
+    assert case.kv_heads is not None
+    return Candidate(label, case, case.kv_heads, own, 2 * model.head_dim if model.qk_norm else 0)
+
+
+def _latent(model: Model, dtype: str, *, own: bool = False) -> Candidate:
+    """Ranks that the model does not have follow DeepSeek's proportions: r = 4 N, R = N / 2, V = N."""
+    ranks = ("q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim")
+    given = {name: getattr(model, name) for name in ranks}
+    case = _case(model, "mla_absorbed", dtype, head_dim=model.head_dim, **given)
+    return Candidate("mla", case, case.heads, own)
+
+
+def _case(model: Model, variant: str, dtype: str, **axes: Any) -> Case:
+    raw = dict.fromkeys(("kv_heads", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"))
+    raw |= {"embed_dim": model.embed_dim, "heads": model.heads, **axes}
+    try:
+        resolved = VARIANTS[variant].resolve(raw)
+    except Impossible as error:
+        raise BadInput(f"{model.name}: {error}") from error
+    return Case(
+        variant=variant,
+        kernel="grouped",
+        embed_dim=model.embed_dim,
+        heads=model.heads,
+        seq_len=1,
+        batch=1,
+        mask="none",
+        dtype=dtype,
+        phase="decode",
+        bias=False,
+        **resolved,
+    )

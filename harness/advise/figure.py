@@ -1,0 +1,34 @@
+"""A measured number and what its samples spread over."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    value: float
+    lo: float
+    hi: float
+
+    def __add__(self, other: "Figure") -> "Figure":
+        """Errors add up instead of averaging out: what slows one part of a call slows the others too."""
+        return Figure(self.value + other.value, self.lo + other.lo, self.hi + other.hi)
+
+    def times(self, factor: float) -> "Figure":
+        return Figure(self.value * factor, self.lo * factor, self.hi * factor)
+
+    @property
+    def error(self) -> float:
+        """The longer side of the bar, as a share of the value."""
+        return max(self.hi - self.value, self.value - self.lo) / self.value
+
+
+def figure(seconds: Sequence[float]) -> Figure:
+    """The lower quartile, between the fastest sample and the median: others on the machine only ever add time."""
+    quartile, median, _ = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Figure(quartile, min(seconds), median)
+
+
+def between(near: Figure, far: Figure, share: float) -> Figure:
+    return near.times(1 - share) + far.times(share)

@@ -1,0 +1,50 @@
+"""`harness compare`: what changed from one run to another, cell by cell."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from harness.console import terminal
+from harness.exits import EQUAL, NOT_EQUAL
+
+HELP = "what changed from run A to run B, cell by cell, the largest first"
+DESCRIPTION = """\
+Lists the cells of two runs that differ: status, errors, parameters, cache bytes, and speed as a ratio to the reference.
+Cells are matched by their id; environments that differ are named. Without torch, from the stored records.
+"""
+EPILOG = """\
+exit codes:  0 no cell of both runs has a worse status in B   1 one has   2 bad input
+             Errors, sizes, speeds and cells of one run alone are shown, not judged: `harness gate` judges.
+
+examples:
+  harness compare results/before results/after
+  harness compare results/before results/after --format csv > changes.csv
+"""
+FORMATS = ("table", "md", "csv")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A", type=Path)
+    parser.add_argument("after", metavar="B", type=Path)
+    parser.add_argument("--all", action="store_true", help="every cell, also those without a difference")
+    parser.add_argument("--format", choices=FORMATS, default="table", help="default: table")
+
+
+def execute(options: argparse.Namespace) -> int:
+    from harness.difference import compare_runs
+    from harness.loading import labels
+    from harness.report import difference
+    from harness.report.page import read_run
+
+    folders = (options.before, options.after)
+    before, after = (read_run(one, label=label) for one, label in zip(folders, labels(folders), strict=True))
+    runs = (before, after)
+    cells = compare_runs(before.frame, after.frame)
+    if not options.quiet:
+        if options.format == "table":
+            difference.print_differences(runs, cells, terminal(), everything=options.all)
+        elif options.format == "md":
+            sys.stdout.write(difference.markdown(runs, cells, everything=options.all))
+        else:
+            sys.stdout.write(difference.csv(cells, everything=options.all))
+    return NOT_EQUAL if any(cell.worse for cell in cells) else EQUAL

@@ -1,0 +1,144 @@
+"""What `harness compare` shows: runs and environments, then cell by cell what changed, as text, Markdown or CSV."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from harness.difference import WEIGHTS, Difference, Row
+from harness.report import story
+from harness.report.format import ABSENT, interval, is_absent, plain, plural, ratio, small
+from harness.report.page import Run
+from harness.report.summary import judge
+
+SHOWN = 20
+NOTE = (
+    "x ref: latency over the reference's in the same run, with its 95 % interval. Milliseconds of two runs are timed "
+    "apart and not compared; a change of x ref is listed where the intervals share no number."
+)
+STYLES = {"worse": "red", "better": "green"}
+NUMBERS = ("status", "err_ratio", "max_abs_err", *WEIGHTS, "latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
+
+
+def print_differences(
+    runs: tuple[Run, Run], cells: Sequence[Difference], console: Console, *, everything: bool = False
+) -> None:
+    for line in [*_runs(runs), *environment_lines(runs), counts_line(cells)]:
+        console.print(Text(line), highlight=False)
+    listed = [cell for cell in cells if cell.found or everything]
+    shown = listed if everything else listed[:SHOWN]
+    for cell in shown:
+        mark = mark_of(cell)
+        title = Text.assemble(f"{'':2}", (f"{mark:<8}", STYLES.get(mark, "yellow")), plain(cell.case_id))
+        console.print(title, highlight=False, soft_wrap=True)  # unbroken, so that it can be copied
+        message = Text("\n".join(changes(cell)) or "no difference", overflow="fold")
+        console.print(Padding(message, (0, 0, 0, 10), expand=False), highlight=False)
+    if len(listed) > len(shown):
+        console.print(f"+{len(listed) - len(shown):,} more, see --all", highlight=False)
+    console.print(Text(NOTE, "dim"), highlight=False)
+
+
+def markdown(runs: tuple[Run, Run], cells: Sequence[Difference], *, everything: bool = False) -> str:
+    lines = [*(f"- {_escaped(line)}" for line in [*_runs(runs), *environment_lines(runs)]), ""]
+    lines += [counts_line(cells), "", "| | cell | change |", "|---|---|---|"]
+    for cell in cells:
+        if cell.found or everything:
+            change = "<br>".join(_escaped(line) for line in changes(cell)) or "no difference"
+            lines.append(f"| {mark_of(cell)} | {_escaped(plain(cell.case_id))} | {change} |")
+    return "\n".join([*lines, "", NOTE, ""])
+
+
+def csv(cells: Sequence[Difference], *, everything: bool = False) -> str:
+    """One row a cell with both sides' numbers as they are stored."""
+    rows = []
+    for cell in cells:
+        if cell.found or everything:
+            row: dict[str, object] = {"case_id": cell.case_id, "change": mark_of(cell)}
+            for side, values in (("a", cell.before), ("b", cell.after)):
+                row |= {f"{name}_{side}": None if values is None else values[name] for name in NUMBERS}
+            rows.append(row | {"err_factor": cell.error_factor, "x_ref_factor": cell.speed_factor,
+                               "x_ref_apart": cell.speed_apart})  # fmt: skip
+    columns = ["case_id", "change", *(f"{name}_{side}" for side in "ab" for name in NUMBERS),
+               "err_factor", "x_ref_factor", "x_ref_apart"]  # fmt: skip
+    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")
+
+
+def mark_of(cell: Difference) -> str:
+    if not cell.in_both:
+        return "only A" if cell.after is None else "only B"
+    if cell.worse or cell.better:
+        return "worse" if cell.worse else "better"
+    return "changed" if cell.found else "same"
+
+
+def changes(cell: Difference) -> list[str]:
+    """In words, one line each."""
+    if cell.before is None or cell.after is None:
+        row = cell.before if cell.after is None else cell.after
+        assert row is not None
+        return [f"status {row['status']}"]
+    lines = []
+    if pair := cell.pair("status"):
+        why = "" if cell.after["status"] == "ok" else f": {story.explain(cell.after)}"
+        lines.append(f"status {pair[0]} -> {pair[1]}{why}")
+    for title, name, text in (("error/N", "err_ratio", ratio), ("max error", "max_abs_err", small)):
+        if pair := cell.pair(name):
+            factor = cell.error_factor if name == "err_ratio" else None
+            lines.append(
+                f"{title} {text(pair[0])} -> {text(pair[1])}" + ("" if factor is None else f" (x{ratio(factor)})")
+            )
+    lines += [f"{name} {_number(a)} -> {_number(b)}" for name, (a, b) in cell.weights.items()]
+    if cell.speed_factor is not None:
+        sides = " -> ".join(_speed(row) for row in (cell.before, cell.after))
+        apart = ", intervals apart" if cell.speed_apart else ", within noise"
+        lines.append(f"x ref {sides} (x{ratio(cell.speed_factor)}{apart})")
+    return lines
+
+
+def counts_line(cells: Sequence[Difference]) -> str:
+    one_sided = [sum(cell.after is None for cell in cells), sum(cell.before is None for cell in cells)]
+    both = len(cells) - sum(one_sided)
+    parts = [f"{plural(both, 'cell', 'cells')} in both, {one_sided[0]:,} only in A, {one_sided[1]:,} only in B"]
+    parts.append(f"{sum(cell.worse for cell in cells):,} worse, {sum(cell.better for cell in cells):,} better")
+    other = sum(cell.in_both and cell.found and not (cell.worse or cell.better) for cell in cells)
+    return "; ".join([*parts, f"{other:,} otherwise changed"])
+
+
+def environment_lines(runs: tuple[Run, Run]) -> list[str]:
+    a, b = (run.environment for run in runs)
+    if a is None or b is None:
+        lost = " and ".join(name for name, one in (("A", a), ("B", b)) if one is None)
+        return [f"environments are not compared: {lost} has none stored"]
+    found = a.differences(b)
+    if not found:
+        return ["same environment"]
+    return [f"{key}: {plain(_value(old))} -> {plain(_value(new))}" for key, (old, new) in found.items()]
+
+
+def _runs(runs: tuple[Run, Run]) -> list[str]:
+    verdicts = [judge(run.frame) for run in runs]
+    return [
+        f"{name}  {plain(run.label)}: {story.headline(verdict)}, {story.counts_line(verdict)}"
+        for name, run, verdict in zip("AB", runs, verdicts, strict=True)
+    ]
+
+
+def _speed(row: Row) -> str:
+    return f"{ratio(row['latency_ratio'])} ({interval(row['latency_ratio_lo'], row['latency_ratio_hi'])})"
+
+
+def _number(value: object) -> str:
+    return ABSENT if is_absent(value) else f"{value:,}"
+
+
+def _value(value: object) -> object:
+    return ABSENT if value is None else value
+
+
+def _escaped(text: str) -> str:
+    """Foreign text in a Markdown table: neither a new column, nor markup, nor HTML."""
+    for character in "\\`*_[]<>|#":
+        text = text.replace(character, f"&#{ord(character)};")
+    return text

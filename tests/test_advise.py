@@ -1,0 +1,481 @@
+"""`harness advise`: published figures exactly, what fits by trying, and predictions that follow the measurements."""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.advise import amounts
+from harness.advise.candidates import Candidate, candidates
+from harness.advise.choose import advise, dominates
+from harness.advise.figure import Figure, figure
+from harness.advise.memory import Demand, footprint
+from harness.advise.models import MODELS, Model
+from harness.advise.predict import predict, shapes_of
+from harness.advise.roofline import BEYOND, CACHED, MIB, Pace, Roofline
+from harness.advise.work import Shape, decode_parts
+from harness.cli import main
+from harness.errors import BadInput
+from harness.report.advice import sentence, size
+
+GIB = 2**30
+
+# bytes/token/layer in bf16, bytes/token, attention parameters of a layer: as published.
+PUBLISHED = {
+    "llama-2-7b": (16384, 524288, 67_108_864),
+    "llama-2-70b": (4096, 327680, 150_994_944),
+    "llama-3.1-70b": (4096, 327680, 150_994_944),
+    "qwen2.5-72b": (4096, 327680, 150_994_944),
+    "llama-3-8b": (4096, 131072, 41_943_040),
+    "mistral-7b": (4096, 131072, 41_943_040),
+    "llama-3.1-405b": (4096, 516096, 570_425_344),
+    "qwen3-8b": (4096, 147456, 41_943_296),
+    "deepseek-v2-lite": (1152, 31104, 13_763_072),
+    "deepseek-v2": (1152, 69120, 149_227_520),
+    "deepseek-v3": (1152, 70272, 187_107_328),
+}
+
+
+def test_every_preset_has_published_figures():
+    assert set(MODELS) == set(PUBLISHED)
+
+
+def own(model: Model, dtype: str = "bfloat16") -> Candidate:
+    (found,) = [one for one in candidates(model, dtype) if one.own]
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures_come_out_exactly(name: str):
+    model = MODELS[name]
+    candidate = own(model)
+    per_token = footprint(candidate, Demand(model, 1, 1, "bfloat16", GIB)).bytes_per_token
+    assert (candidate.bytes_per_token_layer, per_token, candidate.attention_params) == PUBLISHED[name]
+
+
+# Vocabulary, width of the MLP, other parameters of a layer (biases of q, k, v); for DeepSeek also the experts.
+DENSE = {
+    "llama-2-7b": (32000, 11008, 0),
+    "llama-2-70b": (32000, 28672, 0),
+    "llama-3.1-70b": (128256, 28672, 0),
+    "qwen2.5-72b": (152064, 29568, 10240),
+    "llama-3-8b": (128256, 14336, 0),
+    "mistral-7b": (32000, 14336, 0),
+    "llama-3.1-405b": (128256, 53248, 0),
+    "qwen3-8b": (151936, 12288, 0),
+}
+# Vocabulary, dense MLP, expert MLP, routed and shared experts, dense layers, correction bias of the router.
+EXPERTS = {
+    "deepseek-v2-lite": (102400, 10944, 1408, 64, 2, 1, 0),
+    "deepseek-v2": (102400, 12288, 1536, 160, 2, 1, 0),
+    "deepseek-v3": (129280, 18432, 2048, 256, 1, 3, 256),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_those_of_the_architecture(name: str):
+    model, attention = MODELS[name], PUBLISHED[name][2]
+    d, layers = model.embed_dim, model.layers
+    if name in DENSE:
+        vocabulary, width, other = DENSE[name]
+        mlp = layers * (3 * d * width + other)
+    else:
+        vocabulary, width, expert, routed, shared, dense, bias = EXPERTS[name]
+        mlp = dense * 3 * d * width + (layers - dense) * ((routed + shared) * 3 * d * expert + routed * d + bias)
+    assert model.params == 2 * vocabulary * d + layers * (attention + 2 * d) + d + mlp
+
+
+def test_candidates_are_what_the_modules_weigh():
+    """Against the modules themselves, built without memory: parameters, and elements in their cache."""
+    import torch
+
+    import harness
+
+    model = Model("m", 96, 2, 12, 16, existing=False)
+    found = {one.label: one for one in candidates(model, "float32")}
+    assert list(found) == ["mha", "gqa-4", "mqa", "mla"]  # 8 does not divide 12
+    with torch.device("meta"):
+        modules: dict[str, Any] = {
+            "mha": harness.MultiHeadAttention(96, 12, head_dim=16),
+            "gqa-4": harness.GroupedQueryAttention(96, 12, 4, head_dim=16),
+            "mqa": harness.MultiQueryAttention(96, 12, head_dim=16),
+            "mla": harness.MultiHeadLatentAttention(
+                96, 12, kv_lora_rank=64, nope_head_dim=16, rope_head_dim=8, v_head_dim=16
+            ),
+        }
+    for label, module in modules.items():
+        assert found[label].attention_params == sum(p.numel() for p in module.parameters()), label
+        assert found[label].bytes_per_token_layer == 4 * module.kv_elements_per_token(), label
+
+
+def test_latent_ranks_of_a_usual_model_are_deepseeks():
+    (latent,) = [one for one in candidates(MODELS["llama-3-8b"], "bfloat16") if one.label == "mla"]
+    case = latent.case
+    assert (case.kv_lora_rank, case.rope_head_dim, case.head_dim, case.v_head_dim) == (512, 64, 128, 128)
+    assert latent.bytes_per_token_layer == 1152
+
+
+def test_a_variant_is_not_listed_twice():
+    for name in MODELS:
+        labels = [one.label for one in candidates(MODELS[name], "bfloat16")]
+        assert len(labels) == len(set(labels)) >= 4, labels
+
+
+# ---- what fits ------------------------------------------------------------------------------------------------------
+
+
+@given(
+    context=st.integers(1, 3000),
+    batch=st.integers(1, 5),
+    memory=st.integers(1, 40 * MIB),
+    window=st.none() | st.integers(1, 2000),
+    params=st.none() | st.integers(1, 10**7),
+    label=st.sampled_from(["mha", "gqa-4", "mqa", "mla"]),
+)
+@settings(max_examples=150)
+def test_the_largest_that_fits_fits_and_one_more_does_not(context, batch, memory, window, params, label):
+    model = Model("m", 64, 3, 8, 8, kv_heads=8, window=window, params=params)
+    (candidate,) = [one for one in candidates(model, "float16") if one.label == label]
+    demand = Demand(model, context, batch, "float16", memory)
+    print_ = footprint(candidate, demand)
+
+    def fits(tokens: int, sequences: int) -> bool:
+        return footprint(candidate, replace(demand, context=tokens, batch=sequences)).fits
+
+    if print_.weight_bytes is not None and print_.weight_bytes > memory:
+        assert (print_.largest_context, print_.largest_batch) == (0, 0)
+        return
+    if print_.largest_context is None:
+        assert window is not None and fits(10**9, batch)
+    else:
+        assert print_.largest_context == 0 or fits(print_.largest_context, batch)
+        assert not fits(print_.largest_context + 1, batch)
+    assert print_.largest_batch == 0 or fits(context, print_.largest_batch)
+    assert not fits(context, print_.largest_batch + 1)
+
+
+def test_a_window_caps_the_cache():
+    model = MODELS["mistral-7b"]
+    far, near = (footprint(own(model), Demand(model, n, 1, "bfloat16", 80 * GIB)) for n in (10**6, 4096))
+    assert far.cache_bytes == near.cache_bytes == 4096 * 131072
+    assert far.largest_context is None
+
+
+def test_weights_change_with_the_variant():
+    model = MODELS["llama-3-8b"]
+    by_label = {one.label: one for one in candidates(model, "bfloat16")}
+    demand = Demand(model, 1, 1, "bfloat16", 80 * GIB)
+    assert footprint(by_label["gqa-8"], demand).weight_bytes == 2 * 8_030_261_248
+    more = footprint(by_label["mha"], demand).weight_bytes
+    assert more == 2 * (8_030_261_248 + 32 * (67_108_864 - 41_943_040))
+
+
+# ---- prediction ------------------------------------------------------------------------------------------------------
+
+
+def exactly(value: float) -> Figure:
+    return Figure(value, value, value)
+
+
+def made_up(shapes: list, *, cached: float = 1e-10, beyond: float = 1e-9, overhead: float = 1e-4) -> Roofline:
+    pace = Pace(exactly(cached), exactly(beyond))
+    reading = {CACHED: exactly(1e-11), 32 * MIB: exactly(2e-11), BEYOND: exactly(9e-11)}
+    return Roofline(reading, dict.fromkeys(shapes, pace), dict.fromkeys((False, True), exactly(overhead)), 1)
+
+
+def test_a_step_reads_weights_and_cache_once():
+    """Parts of a step hold what the layer holds: its parameters (norms aside) and its cache."""
+    for name in ("llama-2-7b", "qwen3-8b", "deepseek-v2", "deepseek-v2-lite"):
+        candidate = own(MODELS[name])
+        parts = decode_parts(candidate, batch=3, keys=100)
+        held = 2 * (candidate.attention_params - candidate.extra_params) + 300 * candidate.bytes_per_token_layer
+        assert sum(part.bytes for part in parts) == held, name
+
+
+def test_time_is_overhead_and_bytes_at_the_pace_of_memory():
+    model = MODELS["llama-3-8b"]
+    demand = Demand(model, 1000, 1, "bfloat16", 80 * GIB)
+    candidate = own(model)
+    predicted = predict(candidate, demand, made_up(shapes_of([candidate], demand)))
+    held = 2 * candidate.attention_params + 1000 * 4096
+    assert predicted.value == pytest.approx(1e-4 + held * 1e-9)
+
+
+def test_a_small_working_set_is_read_from_the_cache():
+    candidate = own(Model("m", 64, 1, 4, 16, kv_heads=4), "float32")
+    parts = decode_parts(candidate, batch=1, keys=16)
+    roofline = made_up([part.shape for part in parts])
+    held = sum(part.bytes for part in parts)
+    assert roofline.seconds(parts, working_set=held).value == pytest.approx(1e-4 + held * 1e-10)
+    assert roofline.seconds(parts, working_set=GIB).value == pytest.approx(1e-4 + held * 1e-9)
+
+
+def test_between_cache_and_memory_the_share_grows_with_the_set():
+    roofline = made_up([])
+    shares = [roofline.from_memory(n * MIB) for n in (1, 4, 6, 16, 32, 48, 64, 96, 500)]
+    assert shares == sorted(shares)
+    assert shares[:2] == [0, 0] and shares[-2:] == [1, 1]
+    assert roofline.from_memory(32 * MIB) == pytest.approx((2 - 1) / (9 - 1))
+
+
+def test_a_machine_whose_cache_holds_everything_is_no_division_by_zero():
+    flat = replace(made_up([]), reading=dict.fromkeys((CACHED, BEYOND), exactly(1e-11)))
+    assert [flat.from_memory(size) for size in (CACHED, BEYOND, 4 * BEYOND)] == [0, 1, 1]
+
+
+def test_the_error_bar_comes_from_the_samples():
+    found = figure([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (found.lo, found.value, found.hi) == (1.0, 2.0, 3.0)
+    assert found.error == 0.5
+    assert (found + found).error == found.error  # not averaged out
+    assert figure([2.0] * 7).error == 0
+
+
+def test_measuring_here_gives_positive_paces(monkeypatch: pytest.MonkeyPatch):
+    """The real probes, small: each shape that a prediction needs has a pace, and a step costs something."""
+    from harness.advise import probes, roofline
+
+    monkeypatch.setattr(probes, "BUDGET_S", 0.0)
+    monkeypatch.setattr(probes, "BLOCKS", 2)
+    monkeypatch.setattr(roofline, "READ_SIZES", (CACHED, BEYOND))
+    monkeypatch.setattr(probes, "PIECE_BYTES", 2 * MIB)
+    model = Model("m", 64, 2, 8, 8, kv_heads=2)
+    demand = Demand(model, 64, 2, "bfloat16", GIB)
+    found = [one for one in candidates(model, "bfloat16") if one.label in ("gqa-2", "mla")]
+    heard: list[str] = []
+    measured = roofline.measure(shapes_of(found, demand), "bfloat16", told=heard.append)
+    assert set(measured.paces) == set(shapes_of(found, demand))
+    assert all(pace.cached.lo > 0 and pace.beyond.lo > 0 for pace in measured.paces.values())
+    assert len(heard) == 2 + 1 + len(measured.paces)
+    for one in found:
+        predicted = predict(one, demand, measured)
+        assert 0 < predicted.lo <= predicted.value <= predicted.hi < 1
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("linear", 4),
+        Shape("per_head", 2, heads=3, width=8, value=16),  # far less data than a piece
+        Shape("attention", 4, heads=2, width=16, value=16),
+        Shape("attention", 2, heads=100_000, width=64, value=64),  # a key of each would be more than a piece
+        Shape("attention", 8, heads=1, width=4, value=2, latent=True),
+    ],
+    ids=lambda shape: f"{shape.kind}-{shape.heads}",
+)
+def test_a_probe_reads_about_what_it_is_told_to(shape: Shape, monkeypatch: pytest.MonkeyPatch):
+    """Beyond the cache means beyond it, whatever the shape; and one call never takes more than a piece."""
+    import torch
+
+    from harness.advise import probes
+
+    monkeypatch.setattr(probes, "BUDGET_S", 0.0)
+    monkeypatch.setattr(probes, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(probes, "MANY", 4096)
+    made: list[int] = []
+    maker = probes.MAKERS[shape.kind]
+
+    def counted(*arguments):
+        call, size = maker(*arguments)
+        made.append(size if arguments[2] else 0)
+        return call, size
+
+    monkeypatch.setitem(probes.MAKERS, shape.kind, counted)
+    with torch.inference_mode():
+        pace = probes.pace(shape, "float32", 3 * MIB)
+    assert 0.9 * 3 * MIB <= sum(made) <= 3 * MIB
+    assert max(made) <= MIB
+    assert 0 < pace.lo <= pace.value <= pace.hi
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_the_decode_step_that_is_timed_decodes(latent: bool):
+    """One query a sequence over all keys, as often as it is called."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    import harness
+    from harness.advise.probes import decode_step
+
+    seen = []
+
+    def spy(q, k, v, **options):
+        seen.append((q.shape[0], q.shape[2], k.shape[2]))
+        return scaled_dot_product_attention(q, k, v, **options)
+
+    ranks: dict[str, Any] = {"kv_lora_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 8}
+    layer = (
+        harness.MultiHeadLatentAttention(32, 4, mode="absorbed", kernel=spy, **ranks)
+        if latent
+        else harness.GroupedQueryAttention(32, 4, 2, kernel=spy)
+    )
+    with torch.inference_mode():
+        step = decode_step(layer, batch=2, keys=9)
+        seen.clear()
+        first, again = step(), step()
+    assert seen == [(2, 1, 9)] * 2
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_the_front_is_what_nothing_beats():
+    model = MODELS["llama-2-7b"]
+    demand = Demand(model, 4096, 1, "bfloat16", 80 * GIB)
+    shapes = shapes_of(candidates(model, "bfloat16"), demand)
+    for advice in (advise(demand), advise(demand, made_up(shapes))):
+        front = {one.candidate.label for one in advice.options if one.pareto}
+        beaten = {
+            one.candidate.label
+            for one in advice.options
+            for other in advice.options
+            if all(a <= b for a, b in zip(other.costs, one.costs, strict=True)) and other.costs != one.costs
+        }
+        assert front == {one.candidate.label for one in advice.options} - beaten
+        assert "mqa" in front and "mha" not in front  # mla has as many heads, fewer parameters and a smaller cache
+
+
+def test_dominating_needs_one_thing_that_is_better():
+    model = MODELS["llama-2-7b"]
+    (option, *_) = advise(Demand(model, 1, 1, "bfloat16", GIB)).options
+    assert not dominates(option, option)
+
+
+def test_what_fits_and_is_unbeaten_stays():
+    advice = advise(Demand(MODELS["llama-3-8b"], 32768, 1, "bfloat16", 24 * GIB))
+    assert advice.chosen is not None and advice.chosen.candidate.own
+    assert sentence(advice).startswith("Keep gqa-8: it fits 32,768 tokens x 1 in 24 GiB")
+
+
+def test_what_does_not_fit_is_replaced_by_the_most_heads_that_do():
+    demand = Demand(MODELS["llama-3-8b"], 131072, 1, "bfloat16", 20 * GIB)
+    advice = advise(demand)
+    assert advice.chosen is not None and advice.chosen.footprint.fits
+    fitting = [one for one in advice.options if one.footprint.fits]
+    assert advice.chosen.candidate.kv_heads == max(one.candidate.kv_heads for one in fitting)
+    assert not next(one for one in advice.options if one.candidate.own).footprint.fits
+    assert "gqa-8 needs" in sentence(advice)
+
+
+def test_an_own_variant_that_is_beaten_gives_way_to_one_that_beats_it():
+    advice = advise(Demand(MODELS["llama-2-7b"], 4096, 1, "bfloat16", 80 * GIB))
+    mha = next(one for one in advice.options if one.candidate.own)
+    assert mha.footprint.fits and advice.chosen is not None
+    assert dominates(advice.chosen, mha)
+    assert "nowhere worse than mha" in sentence(advice)
+
+
+def test_time_can_keep_it():
+    """The same question where latents are slow: MHA is the fastest, so nothing beats it on all."""
+    model = MODELS["llama-2-7b"]
+    demand = Demand(model, 4096, 1, "bfloat16", 80 * GIB)
+    shapes = shapes_of(candidates(model, "bfloat16"), demand)
+    quick = made_up(shapes, beyond=1e-12)
+    slow = Pace(exactly(1e-6), exactly(1e-6))
+    paces = {shape: slow if shape.latent else pace for shape, pace in quick.paces.items()}
+    chosen = advise(demand, replace(quick, paces=paces)).chosen
+    assert chosen is not None and chosen.candidate.label == "mha"
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
+    assert main(["advise", "--model", "llama-3.1-405b", "--memory", "1GiB", "--no-measure"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Nothing fits 32,768 tokens x 1 in 1 GiB: the smallest, mqa, needs" in printed
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_has_the_exact_figures(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["advise", "--model", "deepseek-v3", "--memory", "2TB", "--no-measure"]) == 0
+    printed = capsys.readouterr().out
+    for figure_ in PUBLISHED["deepseek-v3"]:
+        assert f" {figure_:,}" in printed
+    assert max(map(len, printed.splitlines())) <= width
+    assert "step" not in printed
+
+
+@pytest.mark.parametrize(("spread", "rough"), [(1e-3, False), (1.0, True)])
+def test_rough_times_are_said_to_be(capsys, monkeypatch, spread: float, rough: bool):
+    from harness.advise import roofline
+
+    def measure(shapes, dtype, *, told):
+        exact = made_up(shapes)
+        return replace(exact, overhead=dict.fromkeys((False, True), Figure(1e-3, 1e-3, spread)))
+
+    monkeypatch.setattr(roofline, "measure", measure)
+    assert main(["advise", "--model", "llama-3-8b", "--memory", "80GB", "--verbose"]) == 0
+    printed = capsys.readouterr().out
+    assert ("These times are rough" in printed) == rough
+    assert "step: one decode step" in printed and "overhead of an MLA step: 1000 µs" in printed
+
+
+def test_own_numbers(capsys):
+    arguments = ["--embed-dim", "512", "--layers", "4", "--heads", "8", "--memory", "1GiB", "--no-measure"]
+    assert main(["advise", *arguments]) == 0
+    assert " own" not in capsys.readouterr().out.partition("own: what")[0]
+    assert main(["advise", *arguments, "--kv-heads", "2", "--context", "4k"]) == 0
+    assert "gqa-2 own" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--embed-dim, --layers, --heads: must be given, or --model"),
+        (["--model", "gpt"], "unknown model 'gpt'; known: llama-2-7b"),
+        (["--embed-dim", "10", "--layers", "1", "--heads", "3"], "must divide --embed-dim (10)"),
+        (["--embed-dim", "12", "--layers", "1", "--heads", "4", "--kv-heads", "3"], "must divide heads (4)"),
+        (["--model", "llama-3-8b", "--batch", "5000"], "--batch = 5000: decode times are predicted up to 4096"),
+        (["--model", "deepseek-v3", "--kv-heads", "3"], "has latent attention, which has none"),
+    ],
+)
+def test_bad_input_names_value_and_rule(capsys, arguments, words):
+    assert main(["advise", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_changed_preset_loses_its_parameter_count(capsys):
+    assert main(["advise", "--model", "llama-3-8b", "--layers", "2", "--memory", "9GiB", "--no-measure"]) == 0
+    assert "with weights" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("24GiB", 24 * GIB), ("80GB", 80 * 10**9), ("1.5 kib", 1536), ("8e9", 8 * 10**9), ("7", 7)],
+)
+def test_memory_sizes(text, number):
+    assert amounts.memory_size(text) == number
+
+
+def test_counts_stay_exact():
+    assert amounts.parameters("671026419201000000001") == 671026419201000000001
+    assert amounts.parameters("8B") == 8 * 10**9
+    assert amounts.tokens("128k") == 131072
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "1e999", "nan", "12 parsecs", "1_000", "٣"])
+def test_bad_amounts_are_refused(text):
+    for read in (amounts.memory_size, amounts.tokens, amounts.parameters):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+            read(text)
+
+
+def test_sizes_in_words():
+    assert [size(n) for n in (0, 999, 1024 * 999, GIB, 1200 * GIB)] == ["0 B", "999 B", "999 KiB", "1 GiB", "1.172 TiB"]
+
+
+def test_models_that_are_impossible_are_refused():
+    with pytest.raises(BadInput, match="kv_heads = 5: must divide heads"):
+        candidates(Model("m", 32, 1, 8, 4, kv_heads=5), "float32")
+
+
+def test_the_help_names_every_model():
+    from harness.commands import advise as command
+
+    assert set(command.EPILOG.partition("examples")[0].split()) - {"models:"} == set(MODELS)
