@@ -194,10 +194,15 @@ def test_many_rows_take_the_eager_lines(monkeypatch):
         return eager(*arguments)
 
     monkeypatch.setattr(grouped, "eager", counted)
-    few, many = draw(8, 2, FEW // 4, 40), draw(8, 2, FEW // 4 + 1, 40)
+    half = {"dtype": torch.bfloat16}
+    few, many = draw(8, 2, FEW // 4, 40, **half), draw(8, 2, FEW // 4 + 1, 40, **half)
     ours(*few)
-    assert not calls
-    assert torch.equal(ours(*many), harness.attention(*many, kernel="eager")) and calls
+    assert not calls  # widened in pieces
+    ours(*draw(8, 2, 1, 40, layout="tokens"))
+    assert not calls  # eager would copy it
+    assert torch.equal(ours(*many), harness.attention(*many, kernel="eager")) and len(calls) == 1
+    ours(*draw(8, 2, 1, 40, layout="buffer"))
+    assert len(calls) == 2  # eager reads it where it lies
 
 
 def test_no_keys_and_no_queries():

@@ -1,6 +1,7 @@
 """`harness.attention`: checks the arguments, finds the kernel, runs it behind the shield."""
 
 import importlib
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -27,7 +28,8 @@ def find_kernel(kernel: AnyKernel) -> Kernel:
         return plugin.load(kernel)
     if kernel not in kernel_names():
         raise UnknownName(f"unknown kernel {kernel!r}; known: {', '.join(kernel_names())}, or file.py:function")
-    found: Kernel = importlib.import_module(f"harness.kernels.{kernel}").KERNEL
+    place = f"harness.kernels.{kernel}"
+    found: Kernel = (sys.modules.get(place) or importlib.import_module(place)).KERNEL  # a look-up at each call
     return found
 
 

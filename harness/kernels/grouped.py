@@ -1,8 +1,8 @@
 """A few queries over a long cache: decode steps of GQA, MQA and latent attention.
 
 The work is reading K and V, so each is read once, where it lies: no head is repeated, no view of a longer buffer
-copied, and a half-precision cache is widened a piece at a time rather than whole. Calls with more than FEW rows per
-key head (G * L: prefill, training) are not what it is made for; they take the eager lines.
+copied, and a half-precision cache is widened a piece at a time rather than whole. Where eager's lines do just that, or
+for more than FEW rows per key head (G * L: prefill, training), which it is not made for, it takes those.
 """
 
 import torch
@@ -21,9 +21,9 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
     B, H, L, D = q.shape
     H_kv, S = k.shape[1:3]
     rows = H // H_kv * L
-    if rows > FEW:
-        return eager(q, k, v, call)
     wide = torch.promote_types(q.dtype, torch.float32)
+    if rows > FEW or (k.dtype == wide and not _is_thin(rows, k) and _folds(k) and _folds(v)):
+        return eager(q, k, v, call)
     queries = (q.to(wide) * call.scale).reshape(B, H_kv, rows, D)
     length = S if k.dtype == wide else piece_length(k, v)
 
@@ -39,14 +39,23 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
 
 def score(queries: Tensor, k: Tensor) -> Tensor:
     """queries (B, H_kv, rows, D) times k (B, H_kv, S, D): (B, H_kv, rows, S), contiguous."""
-    if queries.shape[2] >= THIN or k.numel() * k.itemsize <= CACHED_BYTES:
-        return multiply(queries, k.mT)
-    return multiply(k, queries.mT).mT.contiguous()
+    if _is_thin(queries.shape[2], k):
+        return multiply(k, queries.mT).mT.contiguous()
+    return multiply(queries, k.mT)
+
+
+def _is_thin(rows: int, k: Tensor) -> bool:
+    return rows < THIN and k.numel() * k.itemsize > CACHED_BYTES
+
+
+def _folds(t: Tensor) -> bool:
+    """Whether batch and heads are one dimension in memory."""
+    return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a @ b. Where batch and heads do not fold into one dimension, torch's product would copy: then row by row."""
-    if all(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in (a, b)):
+    if _folds(a) and _folds(b):
         return a @ b
     return torch.stack([x @ y for x, y in zip(a, b, strict=True)])
 
