@@ -1,6 +1,7 @@
 """A Job: one case and all that its result depends on. Whoever performs it, wherever, gets the same record."""
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ class Job:
     regimes: tuple[str, ...]
     timing: Timing
     threads: int
+    origin: str | None = None  # where the run's kernel came from; None: whatever is found
 
 
 def perform(job: Job) -> Record:
@@ -30,7 +32,13 @@ def perform(job: Job) -> Record:
     from harness.measure import measure
     from harness.state import preserved
 
+    started = time.perf_counter()
     kernel = load_kernel(job.case.kernel)
+    if job.origin is not None and content_of(kernel.origin) != content_of(job.origin):
+        file, _, found = kernel.origin.rpartition(" ")
+        change = f"{file or job.case.kernel} changed during the run: {job.origin.rpartition(' ')[2]} -> {found}"
+        remedy = "start a new run, or --resume --even-if-changed --retry"
+        return failed(job, "error", f"{change}; {remedy}", time.perf_counter() - started)
     with preserved():
         torch.set_num_threads(job.threads)
         return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing)
@@ -45,6 +53,12 @@ def load_kernel(name: str) -> "Kernel":
         return find_kernel(name)
     with preserved(keep=IMPORTS):
         return find_kernel(name)
+
+
+def content_of(origin: str) -> str:
+    """A kernel's file may lie elsewhere on another machine; its hash says whether it is the same."""
+    _, marked, digest = origin.partition("sha256:")
+    return digest if marked else origin
 
 
 def failed(job: Job, status: str, error: str, seconds: float) -> Record:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,8 @@ from harness.config import Suite, load_suite
 from harness.document import REGIMES
 from harness.errors import BadInput
 from harness.executors import Executor, make_executor
+from harness.executors.interrupts import Terminated
+from harness.exits import INTERRUPTED
 from harness.job import Job
 from harness.record import RETRIED, Record
 from harness.report import rebuild
@@ -26,12 +29,17 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RESULTS = Path("results")
+TERMINATED = 128 + signal.SIGTERM
 
 log = logging.getLogger(__name__)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, after all that was finished has been written; the message says how to go on."""
+    """Ctrl-C or SIGTERM, after all that was finished has been written; the message says how to go on."""
+
+    def __init__(self, message: str, cause: KeyboardInterrupt) -> None:
+        super().__init__(message)
+        self.exit_code = TERMINATED if isinstance(cause, Terminated) else INTERRUPTED
 
 
 def run(
@@ -67,35 +75,42 @@ def run(
     if (retry or even_if_changed) and not resume:
         raise BadInput("--retry and --even-if-changed are about a run that is gone on with: add --resume")
     suite = load_suite(config, kernels=kernels)
-    cases = take_shard(suite.cases, shard)
+    cases = store.take_shard(suite.cases, shard)
     chosen = _executor(executor, jobs, suite)
     # Before the folder is made: a kernel that cannot be loaded is bad input, not a row.
-    origins = chosen.origins(tuple(dict.fromkeys(case.kernel for case in suite.cases)))
+    try:
+        origins = chosen.origins(tuple(dict.fromkeys(case.kernel for case in suite.cases)))
+    except KeyboardInterrupt as stop:
+        raise Interrupted("interrupted before the first case; nothing was written", stop) from None
     for name, origin in origins.items():
         log.info("kernel %s from %s", name, origin)
     threads = threads_of(suite)
     about = _about(suite, shard, origins, threads, command)
     with _open(None if out is None else Path(out), about, resume=resume, even_if_changed=even_if_changed) as folder:
+        pending = left_to_do(cases, folder.finished, retry=retry)
+        regimes = suite.regimes or REGIMES
+        todo = [
+            Job(case, suite.seed, regimes, suite.timing, threads, origins[case.kernel])
+            for case in cases
+            if case.case_id in pending
+        ]
+
+        def go_on() -> str:
+            hint = about.manifest.resume_command(folder.path, retry=retry)
+            return f"after {len(cases) - len(pending)} of {len(cases)} cells; go on with: {hint}"
+
         try:
-            measure_all(suite, cases, folder, Console(stderr=True, quiet=quiet), chosen, threads=threads, retry=retry)
+            measure_all(todo, pending, folder, Console(stderr=True, quiet=quiet), chosen)
             # The time of earlier sessions is known case by case only.
             elapsed = None if folder.finished else time.time() - started
             frame = rebuild(folder.path, suite=suite.name, elapsed=elapsed)
-        except KeyboardInterrupt:
-            frame = rebuild(folder.path, suite=suite.name)
-            raise Interrupted(f"interrupted after {_go_on(folder.path, len(frame), about)}") from None
-        except (store.StoreError, OSError) as error:  # a full disk
-            done = len(store.read_records(folder.path))
-            raise store.StoreError(f"{error}\nstopped after {_go_on(folder.path, done, about)}") from error
+        except KeyboardInterrupt as stop:
+            rebuild(folder.path, suite=suite.name)
+            raise Interrupted(f"interrupted {go_on()}", stop) from None
+        except (BadInput, OSError) as error:  # a full disk, no worker to be had, a node that is unlike this machine
+            raise store.StoreError(f"{error}\nstopped {go_on()}") from error
     frame.attrs["folder"] = str(folder.path)
     return frame
-
-
-def take_shard(cases: Sequence[Case], shard: tuple[int, int] | None) -> Sequence[Case]:
-    if shard is not None and not 1 <= shard[0] <= shard[1]:
-        index, count = shard
-        raise BadInput(f"shard {index}/{count}: must be 1/{count} to {count}/{count}")
-    return store.take_shard(cases, shard)
 
 
 def threads_of(suite: Suite) -> int:
@@ -108,7 +123,7 @@ def threads_of(suite: Suite) -> int:
     if given.isdecimal() and int(given) >= 1:
         return int(given)
     # As torch would choose, without loading it: physical cores, as far as this process may use them.
-    allowed = len(os.sched_getaffinity(0))
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
@@ -124,32 +139,25 @@ def left_to_do(cases: Sequence[Case], finished: Iterable[Record], *, retry: bool
 
 
 def measure_all(
-    suite: Suite,
-    cases: Sequence[Case],
-    folder: store.RunFolder,
-    console: Console,
-    executor: Executor,
-    *,
-    threads: int,
-    retry: bool = False,
+    todo: Sequence[Job], pending: dict[str, int], folder: store.RunFolder, console: Console, executor: Executor
 ) -> None:
-    """Appends a record for each case that has none yet; with `retry`, another one for each that failed."""
-    pending = left_to_do(cases, folder.finished, retry=retry)
-    regimes = suite.regimes or REGIMES
-    todo = [Job(case, suite.seed, regimes, suite.timing, threads) for case in cases if case.case_id in pending]
+    """Appends a record for each job, and strikes it off `pending`, which holds the number of its attempt."""
     if folder.finished:
-        log.info("%d of %d cells are finished, %d are to do", len(folder.finished), len(cases), len(todo))
+        log.info("%d cells are finished, %d are to do", len(folder.finished), len(todo))
     records = executor.run(todo)
     try:
         with progress(len(todo), console) as report:
             for done, record in enumerate(records, start=1):
-                attempt = pending.pop(record.case_id)  # each once: a second record would spoil the file
+                attempt = pending[record.case_id]  # each once: a second record would spoil the file
                 folder.append(replace(record, attempt=attempt))
+                del pending[record.case_id]
                 report(done, record.case_id)
                 log.info("%d/%d %s %s %s", done, len(todo), record.case_id, record.status, record.error or "")
     finally:
         if isinstance(records, Generator):
             records.close()  # stops what is under way
+    if pending:
+        raise store.StoreError(f"no record came back for {store.some(tuple(pending))}")
 
 
 def _executor(executor: str | Executor, jobs: int, suite: Suite) -> Executor:
@@ -187,13 +195,12 @@ def _open(out: Path | None, about: store.About, *, resume: bool, even_if_changed
         link = RESULTS / store.LATEST
         if not link.is_symlink():
             raise store.StoreError(f"there is no {link} to resume; name the run's folder with --out")
+        if not link.exists():
+            raise store.StoreError(
+                f"{link} points to {link.readlink()}, which is gone; name the run's folder with --out"
+            )
         return store.RunFolder.reopen(RESULTS / link.readlink(), about, even_if_changed=even_if_changed)
     # A folder without records has nothing to go on with: the run was killed before it began, or never started.
     if resume and out is not None and (out / store.RECORDS).exists():
         return store.RunFolder.reopen(out, about, even_if_changed=even_if_changed)
     return store.RunFolder.create(out, about.manifest.suite, RESULTS, about=about)
-
-
-def _go_on(folder: Path, done: int, about: store.About) -> str:
-    planned = len(about.manifest.planned)
-    return f"{done} of {planned} cells; go on with: {about.manifest.resume_command(folder)}"

@@ -117,6 +117,7 @@ def _matmul_precision() -> str:
 
 def _flushes_denormals() -> bool:
     """torch has no getter, but the flag is the thread's own and shows in any product."""
+    # The 1.0 is computed: Python would fold a product of constants when it compiles, under whatever flag held then.
     smallest, one = sys.float_info.min * sys.float_info.epsilon, float(len(SDP_BACKENDS) // len(SDP_BACKENDS))
     return smallest * one == 0.0
 

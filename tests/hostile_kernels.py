@@ -137,6 +137,30 @@ def interrupts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     raise KeyboardInterrupt
 
 
+# Meddles with its worker
+
+
+def forks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Once; parent and child both go on as if they were the worker."""
+    if not HELD:
+        HELD.append("forked")
+        child, deadline = os.fork(), time.monotonic() + 1
+        while child and os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    return good(q, k, v, **options)
+
+
+def closes_every_pipe(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    os.closerange(3, 256)
+    return hangs_in_python(q, k, v)
+
+
+def starts_a_session(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if not HELD:
+        HELD.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+    return good(q, k, v, **options)
+
+
 # Right, but leaves its traces
 
 

@@ -26,7 +26,16 @@ from harness.specs import VARIANTS
 
 ROOT = Path(__file__).parent.parent
 WRONG = Path(__file__).with_name("wrong_kernels.py")
-FILES = ("records.jsonl", "results.csv", "results.parquet", "summary.md", "environment.json", "config.yaml", "run.json")
+FILES = (
+    "records.jsonl",
+    "results.csv",
+    "results.parquet",
+    "summary.md",
+    "environment.json",
+    "config.yaml",
+    "run.json",
+    "report.html",
+)
 HEAD = "name: tiny\nthreads: 1\nregimes: [plain, poison]\n"
 BRIEF = "timing: {budget_s: 0.001, min_blocks: 3, max_blocks: 3}\n"
 UNTIMED = "timing: {enabled: false}\n"
@@ -128,7 +137,7 @@ def test_a_run_writes_prints_and_exits_0(cli: Command):
     for variant in ("mha", "mqa", "gqa", "mla"):
         assert re.search(rf"^ *{variant} .* 3/3 ", result.out, re.MULTILINE), variant
     assert re.search(r"^\d+ % of \d+ s inside measured or compared calls$", result.out, re.MULTILINE)
-    assert f"results/{folder.name}/  summary.md results.csv results.parquet records.jsonl" in result.out
+    assert f"results/{folder.name}/  report.html summary.md results.csv results.parquet records.jsonl" in result.out
     # the files
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     frame, csv = table(), pd.read_csv(folder / "results.csv")
@@ -333,7 +342,7 @@ GRID = "name: x\ngrid:\n  variant: [mha]\n  embed_dim: 64\n  heads:\n    - 4\n  
         pytest.param(GRID.replace("mha", "mah"), ["c.yaml:3", "variant", "'mah'", "gqa, ", "mla"], id="variant"),
         pytest.param(GRID + "  mask: casual\n", ["c.yaml:8", "grid.mask", "'casual'", "'causal'", "alibi"], id="mask"),
         pytest.param(
-            GRID + "  kernel: fast\n", ["c.yaml:8", "kernel", "'fast'", "known: compiled, eager, ", "sdpa"], id="kernel"
+            GRID + "  kernel: fast\n", ["c.yaml:8", "kernel", "'fast'", "known: auto, compiled, ", "sdpa"], id="kernel"
         ),
         pytest.param(GRID + "  phase: eval\n", ["c.yaml:8", "phase", "'eval'", "prefill, decode, train"], id="phase"),
         pytest.param(GRID + "  dtype: int8\n", ["c.yaml:8", "dtype", "'int8'", "float64, float32"], id="dtype"),
@@ -460,7 +469,18 @@ def test_list_names_everything_there_is(cli: Command):
 def test_help_explains_commands_and_exit_codes(cli: Command):
     result = cli("--help")
     assert result.code == 0
-    for word in ("run", "merge", "gate", "report", "list", "exit codes:", "0 all equal", "1 a mismatch", "2 bad input"):
+    for word in (
+        "run",
+        "merge",
+        "gate",
+        "report",
+        "list",
+        "exit codes:",
+        "0 all equal",
+        "1 a mismatch",
+        "2 bad input",
+        "143",
+    ):
         assert word in result.out
     run = cli("run", "--help")
     for word in ("--out", "--kernel", "--shard", "--strict", "--dry-run", "--quiet", "--verbose", "--resume", "--retry",
@@ -652,3 +672,12 @@ def test_options_that_do_not_fit_are_bad_input(cli: Command, arguments: list[str
     assert result.err.startswith("harness: ")
     assert result.err.count("\n") == 1
     assert not Path("results").exists()
+
+
+def test_explain_says_what_would_be_taken_and_runs_nothing(cli: Command):
+    axes = "variant: [mha, mla], embed_dim: 64, heads: 4, seq_len: 16, phase: decode, kernel: [auto, tiled]"
+    Path("c.yaml").write_text(f"name: x\ngrid: {{{axes}}}\n")
+    result = cli("run", "c.yaml", "--explain")
+    assert result.code == 0 and not Path("results").exists()
+    assert "kernel eager: 1 rows over 16 keys" in result.out and "kernel tiled, as the config says" in result.out
+    assert "absorbed: absorbed" in result.out and "FLOPs + 8 x bytes" in result.out

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
+from harness import store
 from harness.case import Case
 from harness.document import Limits, Timing
 from harness.errors import BadInput
 from harness.executors.channel import BrokenMessage, Inbox, pack, read_record
+from harness.executors.crew import CannotStart, Outcome, Task
 from harness.executors.here import Here
+from harness.executors.interrupts import Interrupts
 from harness.executors.local import Local
+from harness.executors.local import _settle as settle
 from harness.executors.memory import allowed_bytes
 from harness.job import Job, decode_job, encode_job, failed
 from harness.record import Record
@@ -54,6 +59,11 @@ def measured(executor: Any, *kernels: str) -> dict[str, Record]:
     records = list(executor.run([job(kernel) for kernel in kernels]))
     assert len(records) == len(kernels)
     return {record.kernel.rpartition(":")[2]: record for record in records}
+
+
+@pytest.fixture(autouse=True)
+def _steady_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "code_sha256", lambda: "c0de")  # someone may be editing it
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +286,7 @@ def test_the_worker_imports_what_its_parent_can_and_not_what_lies_about(tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
     executor = Local()
-    assert executor.origins(["mine:f"]) == {"mine:f": str(tmp_path / "lib" / "mine.py")}
+    assert executor.origins(["mine:f"])["mine:f"].startswith(f"{tmp_path / 'lib' / 'mine.py'} sha256:")
     executor.close()
 
 
@@ -376,10 +386,43 @@ def test_a_second_ctrl_c_or_sigterm_stops_at_once(signals):
     for number in signals:
         parent.signal(number)
         time.sleep(0.3)
-    out, _ = parent.end()
+    out, err = parent.end()
     assert out.split() == ["interrupted"]
+    assert ("Ctrl-C again" in err) == (signal.SIGINT in signals)
     assert time.monotonic() - started < 10
     assert gone(parent.worker)
+
+
+def test_sigterm_is_not_told_as_ctrl_c(capsys):
+    struck: list[str] = []
+    with Interrupts(lambda: struck.append("struck")) as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        interrupts.announce()
+    assert interrupts.is_terminated and struck == ["struck"]
+    assert capsys.readouterr().err == "\nstopping at once: SIGTERM\n"
+
+
+def test_what_a_kernel_starts_in_a_session_of_its_own_ends_with_its_worker(local):
+    assert measured(local, "starts_a_session")["starts_a_session"].status == "ok"
+    (worker,) = local._crew.idle
+    (child,) = psutil.Process(worker.pid).children()
+    local._crew.retire(worker)
+    assert gone(child.pid)
+
+
+def test_a_worker_is_not_reaped_before_its_group_is_killed_and_killed_only_once(local, monkeypatch):
+    measured(local, "good")
+    (worker,) = local._crew.idle
+    os.kill(worker.pid, signal.SIGKILL)
+    assert gone(worker.pid)
+    assert not worker.is_alive
+    assert worker._process.returncode is None  # a zombie keeps its number: nobody else can have it
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, number: killed.append(pid))
+    local._crew.retire(worker)
+    for again in (worker.kill, worker.strike):
+        again()
+    assert killed == [worker.pid]
 
 
 def test_handlers_are_put_back(local):
@@ -405,7 +448,8 @@ def test_messages_survive_any_cut():
     messages: list[dict[str, Any]] = [{"job": "ä\ud800"}, {}, {"x": [1.5, float("inf")]}]
     data = b"".join(map(pack, messages))
     for size in (1, 3, 7, len(data)):
-        inbox, found = Inbox(), []
+        inbox = Inbox()
+        found: list[dict[str, Any]] = []
         for at in range(0, len(data), size):
             found += inbox.feed(data[at : at + size])
         assert found == messages
@@ -414,7 +458,12 @@ def test_messages_survive_any_cut():
 @pytest.mark.parametrize("data", [b"\xff" * 8, (3).to_bytes(8, "big") + b"abc", (2).to_bytes(8, "big") + b"[]"])
 def test_broken_messages_are_noticed(data):
     with pytest.raises(BrokenMessage):
-        Inbox().feed(data)
+        list(Inbox().feed(data))
+    whole = pack({"x": 1})
+    found = Inbox().feed(whole + data)
+    assert next(found) == {"x": 1}  # what came before is kept
+    with pytest.raises(BrokenMessage):
+        next(found)
 
 
 def test_jobs_and_records_arrive_as_they_were_sent():
@@ -438,6 +487,78 @@ def test_a_worker_that_answers_nonsense_is_an_error_row(local, monkeypatch):
     assert record.status == "error" and "broken message: a message of 18446744073709551615 bytes" in (
         record.error or ""
     )
+
+
+def test_a_child_that_returns_in_the_place_of_its_worker_answers_nothing(local):
+    measured(local, "good")
+    before = pids(local)
+    found = measured(local, "forks", "also_good", "good")
+    assert {record.status for record in found.values()} == {"ok"}
+    assert pids(local) == before
+    assert psutil.Process(before[0]).children() == []  # else it were a second worker on the same pipes
+
+
+def test_a_second_answer_costs_the_worker_but_not_the_first(local, monkeypatch):
+    measured(local, "good")
+    (worker,) = local._crew.idle
+    feed = worker._inbox.feed
+    monkeypatch.setattr(worker._inbox, "feed", lambda data: [m for m in feed(data) for _ in range(2)])
+    assert measured(local, "good")["good"].status == "ok"
+    assert worker not in local._crew.workers()
+
+
+def test_an_answer_to_another_question_is_not_taken(local, monkeypatch):
+    measured(local, "good")
+    (worker,) = local._crew.idle
+    worker.served = 0  # as if new: else the case were tried again
+    feed = worker._inbox.feed
+    monkeypatch.setattr(worker._inbox, "feed", lambda data: [m | {"question": m["question"] - 1} for m in feed(data)])
+    record = measured(local, "good")["good"]
+    assert record.status == "error"
+    assert "broken message: an answer to" in (record.error or "")
+
+
+def test_a_record_of_another_case_is_not_taken(local):
+    measured(local, "good")
+    sent, other = job("good"), failed(job("eager"), "ok", "", 0.0)
+    outcome = Outcome(Task(sent, {}), was_fresh=True, seconds=0.0, answer={"record": vars(other)})
+    (record,) = settle(outcome, deque())
+    assert (record.case_id, record.status) == (sent.case.case_id, "error")
+    assert f"a record of {other.case_id}" in (record.error or "")
+
+
+@pytest.mark.slow
+def test_a_worker_whose_pipe_never_falls_silent_is_timed_out(monkeypatch):
+    executor = Local(limits=Limits(timeout_s=2))
+    selector, deadline = executor._crew._selector, time.monotonic() + 15
+
+    def always_ready(timeout: float) -> list[tuple[Any, int]]:
+        assert time.monotonic() < deadline, "not timed out"
+        time.sleep(min(timeout, 0.01))
+        return [(key, 1) for key in selector.get_map().values() if key.data[1] == "messages"]
+
+    monkeypatch.setattr(selector, "select", always_ready)
+    assert measured(executor, "hangs_in_python")["hangs_in_python"].status == "timeout"
+    executor.close()
+
+
+@pytest.mark.slow
+def test_a_worker_that_closes_its_pipe_is_not_waited_for(local):
+    record = measured(local, "closes_every_pipe")["closes_every_pipe"]
+    assert record.status == "error"
+    assert (record.error or "").startswith("the worker closed its pipe")
+
+
+@pytest.mark.slow
+def test_a_worker_that_imports_other_code_than_the_first_stops_the_run(monkeypatch):
+    executor = Local()
+    monkeypatch.setattr(store, "code_sha256", lambda: "a" * 64)
+    assert executor.origins(["eager"])
+    executor._crew.retire(executor._crew.idle[0])
+    monkeypatch.setattr(store, "code_sha256", lambda: "b" * 64)
+    with pytest.raises(CannotStart, match=r"harness's own source changed during the run: a{12} -> b{12}; "):
+        list(executor.run([job("eager")]))
+    executor.close()
 
 
 def test_all_workers_share_the_memory_of_the_machine():

@@ -195,6 +195,16 @@ def test_calls_are_those_of_the_comparison(axes: dict[str, Any], calls: int):
 # What a kernel can do wrong
 
 
+def test_a_message_of_megabytes_is_cut():
+    def verbose(*args: Any, **options: Any) -> Any:
+        raise ValueError("x" * 10_000_000)
+
+    error = record(verbose).error
+    assert error is not None
+    assert len(error) < 2500
+    assert re.search(r"^ValueError: x{1988}… \(10000012 characters\) at .*test_measure\.py:\d+$", error)
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode", "train"])
 @pytest.mark.parametrize(
     ("kernel", "status", "told"),

@@ -1,6 +1,7 @@
 """Shards put together are the run they are shards of; what does not belong together, or is missing, is named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -115,12 +116,9 @@ def test_unlike_parts_are_refused_by_name(what: str, told: str, monkeypatch: pyt
     elif what == "kernel":
         executor.origin = "mine.py sha256:2222"
     else:
-        path = Path("s1/environment.json")
-        data = json.loads(path.read_text())
-        Path("abacus.json").write_text(json.dumps(data | {"cpu": "abacus"}))
+        elsewhere = replace(environment.collect(1), cpu="abacus")
+        monkeypatch.setattr(environment, "collect", lambda threads: elsewhere)
     run("c.yaml", "s2", shard=(2, 2), executor=executor)
-    if what == "cpu":
-        Path("abacus.json").rename("s2/environment.json")
     with pytest.raises(StoreError) as caught:
         merge(OUT, [Path("s1"), Path("s2")])
     assert told in str(caught.value)
@@ -143,15 +141,22 @@ def test_attempts_survive_a_merge() -> None:
 def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     folders = shards(2)
     assert main(["merge", "s1", *map(str, folders)]) == 2
-    assert "s1 already holds records.jsonl" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "s1 already holds records.jsonl of another run; name another folder" in told
+    assert "--resume" not in told
     assert main(["merge", "out", "nowhere"]) == 2
-    assert "nowhere has no run.json" in capsys.readouterr().err
+    assert "nowhere is not a folder" in capsys.readouterr().err
+    Path("empty").mkdir()
+    assert main(["merge", "out", "empty"]) == 2
+    assert "empty has no run.json" in capsys.readouterr().err
     path = folders[1] / store.RECORDS
     path.write_bytes(path.read_bytes().replace(b'"ok"', b'"OK"', 1))
     assert main(["merge", "out", *map(str, folders)]) == 2
-    assert "s2/records.jsonl:1: broken record" in capsys.readouterr().err
-    path = folders[0] / store.CONFIG
-    path.write_text(path.read_text() + "\n")
+    told = capsys.readouterr().err
+    assert "s2/records.jsonl:1: broken record" in told
+    assert "remove this line, and --resume measures its case again" in told
+    path = folders[0] / store.MANIFEST
+    path.write_text(path.read_text().replace("threads: 1", "threads: 2"))
     assert main(["merge", "out", *map(str, folders)]) == 2
-    assert "s1/config.yaml is not the config of this run" in capsys.readouterr().err
+    assert "s1/run.json: broken: ValueError: its config does not have the checksum" in capsys.readouterr().err
     assert not OUT.exists()

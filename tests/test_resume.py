@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,6 +21,9 @@ from harness import environment, gate, report, runner, store
 from harness.cli import main
 from harness.errors import BadInput
 from harness.executors import make_executor
+from harness.executors.crew import CannotStart
+from harness.executors.here import Here
+from harness.executors.interrupts import Terminated
 from harness.runner import Interrupted, run
 from harness.store import StoreError
 from tests.runs import CONFIG, MadeUp
@@ -81,8 +85,9 @@ def test_a_finished_run_has_nothing_to_do() -> None:
 
 
 def test_a_run_that_never_began_starts_afresh() -> None:
-    OUT.mkdir()
-    (OUT / store.CONFIG).write_text("half written")  # killed before its records file was made
+    interrupted(after=0)
+    (OUT / store.RECORDS).unlink()  # killed before its records file was made
+    (OUT / store.ENVIRONMENT).unlink()
     assert len(run("c.yaml", OUT, executor=MadeUp(), resume=True)) == 6
     assert len(run("c.yaml", "elsewhere", executor=MadeUp(), resume=True)) == 6
 
@@ -114,6 +119,14 @@ def test_retry_repeats_what_failed_and_the_new_record_counts() -> None:
     assert len(last.done) == 3
     attempts = [(json.loads(line)["status"], json.loads(line)["attempt"]) for line in records_lines()]
     assert attempts == [("timeout", 1)] * 3 + [("mismatch", 1)] * 3 + [("oom", 2), ("ok", 3), ("ok", 2), ("ok", 2)]
+
+
+def test_the_hint_of_an_interrupted_retry_goes_on_with_it() -> None:
+    run("c.yaml", OUT, executor=MadeUp(statuses={"mha": "timeout"}))
+    told = interrupted(after=1, resume=True, retry=True, command=["run", "c.yaml"])
+    assert told.startswith("interrupted after 4 of 6 cells; go on with: ")  # three were ok, and one is now
+    assert told.endswith("run c.yaml --resume --retry --out out")
+    assert "resume=True, retry=True)" in interrupted(after=1, resume=True, retry=True)
 
 
 def test_a_torn_last_line_is_cut_off_and_its_case_repeated(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,6 +188,36 @@ def test_what_changed_is_named_with_both_values(what: str, told: list[str], monk
     assert "put together although these changed" in summary
     assert told[-1] in summary
     run("c.yaml", OUT, executor=executor, resume=True)  # from now on that is what it is
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3])
+def test_a_kill_while_it_is_written_what_changed_leaves_a_run_that_goes_on(
+    killed_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted()
+    changed = CONFIG.replace("timing", "seed: 5\ntiming")
+    Path("c.yaml").write_text(changed)
+    write, written = store.files.write_atomically, 0
+
+    def killed(path: Path, data: bytes) -> None:
+        nonlocal written
+        written += 1
+        if written == killed_at:
+            raise SystemExit
+        write(path, data)
+
+    elsewhere = replace(environment.collect(1), cpu="abacus")
+    monkeypatch.setattr(environment, "collect", lambda threads: elsewhere)
+    with monkeypatch.context() as patched:
+        for module in (store.about, store.manifest):
+            patched.setattr(module, "write_atomically", killed)
+        with pytest.raises(SystemExit):
+            run("c.yaml", OUT, executor=MadeUp(), resume=True, even_if_changed=True)
+    # Before the first of the three was written nothing had changed, afterwards all had.
+    assert len(run("c.yaml", OUT, executor=MadeUp(), resume=True, even_if_changed=killed_at == 1)) == 6
+    about = store.About.read(OUT)
+    assert about.config == (OUT / store.CONFIG).read_text() == changed
+    assert about.environment == store.read_environment(OUT)
 
 
 def test_what_moves_no_number_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +350,88 @@ def test_the_code_hash_follows_every_source_file(tmp_path: Path, monkeypatch: py
 # Stopping
 
 
+def test_an_interrupt_before_the_folder_exists_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Impatient(MadeUp):
+        def origins(self, kernels):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "make_executor", lambda name, jobs, limits: Impatient())
+    assert main(["run", "c.yaml", "--out", "out"]) == 130
+    assert capsys.readouterr().err == "harness: interrupted before the first case; nothing was written\n"
+    assert not OUT.exists()
+
+
+def test_sigterm_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stopped(MadeUp):
+        def run(self, jobs):
+            yield from super().run(jobs[:1])
+            raise Terminated
+
+    monkeypatch.setattr(runner, "make_executor", lambda name, jobs, limits: Stopped())
+    assert main(["run", "c.yaml", "--out", "out"]) == 143
+    assert "interrupted after 1 of 6 cells; go on with: " in capsys.readouterr().err
+
+
+def test_whatever_stops_an_executor_the_run_says_how_to_go_on() -> None:
+    class Stuck(MadeUp):
+        def run(self, jobs):
+            yield from super().run(jobs[:1])
+            raise CannotStart("no worker process can start")
+
+    with pytest.raises(
+        BadInput, match=r"no worker process can start\nstopped after 1 of 6 cells; go on with: .*resume"
+    ):
+        run("c.yaml", OUT, executor=Stuck())
+
+
+def test_a_job_without_a_record_is_an_error_and_not_a_shorter_run() -> None:
+    class Forgetful(MadeUp):
+        def run(self, jobs):
+            yield from super().run(jobs[1:])
+
+    with pytest.raises(
+        StoreError, match=r"no record came back for mha-\S*-l4-.*\nstopped after 5 of 6 cells; go on with"
+    ):
+        run("c.yaml", OUT, executor=Forgetful())
+
+
+def test_a_latest_run_that_is_gone_is_named() -> None:
+    interrupted(None)
+    folder = Path("results") / Path("results/latest").readlink()
+    folder.rename("elsewhere")
+    with pytest.raises(StoreError, match=rf"results/latest points to {folder.name}, which is gone; name .* --out"):
+        run("c.yaml", executor=MadeUp(), resume=True)
+
+
+MINE = "from torch.nn.functional import scaled_dot_product_attention as f\n"
+
+
+def test_a_kernel_that_is_edited_during_the_run_is_not_mixed_into_it() -> None:
+    class Edited(Here):
+        def run(self, jobs):
+            for number, record in enumerate(super().run(jobs)):
+                if number == 1:
+                    Path("mine.py").write_text(MINE + "# edited\n")
+                yield record
+
+    Path("mine.py").write_text(MINE)
+    frame = run("c.yaml", OUT, executor=Edited(), kernels=["mine.py:f"])
+    assert list(frame["status"]) == ["ok"] * 2 + ["error"] * 4
+    ((error, _),) = frame["error"].dropna().value_counts().items()
+    assert re.fullmatch(
+        r"mine\.py changed during the run: (sha256:\w{16}) -> (?!\1)sha256:\w{16}; "
+        "start a new run, or --resume --even-if-changed --retry",
+        str(error),
+    )
+    options = {"resume": True, "retry": True, "kernels": ["mine.py:f"], "executor": "here"}
+    with pytest.raises(StoreError, match=r"kernel mine.py:f: .* -> "):
+        run("c.yaml", OUT, **options)  # type: ignore[arg-type]
+    again = run("c.yaml", OUT, even_if_changed=True, **options)  # type: ignore[arg-type]
+    assert list(again["status"]) == ["ok"] * 6
+
+
 def test_the_hint_of_an_interrupt_is_a_command_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Path("a folder; with $odd 'name'")
     told = interrupted(out, shard=(1, 2), command=["run", "c.yaml", "--shard", "1/2", "--executor", "here"])
@@ -354,6 +479,36 @@ def test_a_dry_run_shows_what_is_left(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # One writer
+
+
+@pytest.mark.parametrize("name", [store.CONFIG, "summary.md", store.CSV, store.ENVIRONMENT, "report.html"])
+def test_files_that_are_not_a_runs_are_not_overwritten(name: str) -> None:
+    OUT.mkdir()
+    (OUT / name).write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(
+            StoreError, match=rf"out/{name} is not a run's and would be overwritten; give another --out"
+        ):
+            run("c.yaml", OUT, executor=MadeUp(), resume=resume)
+    assert [path.name for path in OUT.iterdir()] == [name]
+    assert (OUT / name).read_text() == "mine"
+
+
+def test_a_file_that_something_else_wrote_into_is_not_written_any_more() -> None:
+    class Disturbed(MadeUp):
+        def run(self, jobs):
+            for number, record in enumerate(super().run(jobs)):
+                if number == 2:
+                    with (OUT / store.RECORDS).open("ab") as file:
+                        file.write(b"half a li")
+                yield record
+
+    with pytest.raises(
+        StoreError, match=r"records\.jsonl: has \d+ bytes where this run left \d+: .*\nstopped after 2 of 6"
+    ):
+        run("c.yaml", OUT, executor=Disturbed())
+    assert (OUT / store.RECORDS).read_bytes().endswith(b"}\nhalf a li")
+    assert len(run("c.yaml", OUT, executor=MadeUp(), resume=True)) == 6
 
 
 HOLD = """\
@@ -448,6 +603,8 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads(timed) == 5
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert 1 <= threads(timed) <= len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert 1 <= threads(timed) <= (os.cpu_count() or 1)
 
 
 def test_an_executor_that_gives_a_record_twice_spoils_nothing() -> None:

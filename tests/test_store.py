@@ -147,8 +147,9 @@ def broken(**changes: Any) -> bytes:
 def test_a_broken_line_is_an_error_with_its_place(run: RunFolder, line: bytes, message: str) -> None:
     run.append(record())
     path = run.path / store.RECORDS
-    path.write_bytes(path.read_bytes() + line)
+    before = path.read_bytes()
     run.append(record("later"))
+    path.write_bytes(before + line + path.read_bytes()[len(before) :])
     with pytest.raises(StoreError) as caught:
         store.read_records(run.path)
     assert str(caught.value).startswith(f"{path}:2: ")

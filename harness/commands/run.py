@@ -8,10 +8,10 @@ from pathlib import Path
 
 from harness.arguments import positive, shard
 from harness.console import terminal
-from harness.exits import EQUAL, INTERRUPTED
+from harness.executors import NAMES
+from harness.exits import EQUAL
 
 HELP = "measure every cell of a grid"
-EXECUTORS = ("local", "here", "ray")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="a degraded cell fails the run too")
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
     parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="say which kernel `auto` takes in each cell, and which form of latent attention, by what counts; and stop",
+    )
+    parser.add_argument(
         "--resume", action="store_true", help="go on with the run in --out (default: results/latest); skip what is done"
     )
     parser.add_argument(
@@ -38,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--executor",
-        choices=EXECUTORS,
+        choices=NAMES,
         default="local",
         help="where cells are measured: in worker processes (default), in this one, or on a Ray cluster",
     )
@@ -51,7 +56,7 @@ def execute(options: argparse.Namespace) -> int:
     # Must be set before torch is loaded. Threads that spin at every barrier make a run on a busy machine 20 times
     # slower, because each barrier then waits for the scheduler; these spin for microseconds, then sleep.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    if options.dry_run:
+    if options.dry_run or options.explain:
         return _show_plan(options)
 
     from harness.report.finish import finish
@@ -74,25 +79,29 @@ def execute(options: argparse.Namespace) -> int:
         )
     except Interrupted as interrupted:
         print(f"harness: {interrupted}", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted.exit_code
     return finish(frame, Path(frame.attrs["folder"]), quiet=options.quiet, strict=options.strict)
 
 
 def _show_plan(options: argparse.Namespace) -> int:
     from harness import store
     from harness.config import load_suite
+    from harness.report.explain import print_explanations
     from harness.report.plan import print_plan
-    from harness.runner import RESULTS, left_to_do, take_shard
+    from harness.runner import RESULTS, left_to_do
 
     suite = load_suite(options.config, kernels=options.kernel)
-    cases = take_shard(suite.cases, options.shard)
+    cases = store.take_shard(suite.cases, options.shard)
     folder = options.out or RESULTS / store.LATEST
     if options.resume and (folder / store.RECORDS).exists():
         planned = {case.case_id for case in cases}
         finished = [record for record in store.read_records(folder) if record.case_id in planned]
         left = left_to_do(cases, finished, retry=options.retry)
-        cases = [case for case in cases if case.case_id in left]
-    print_plan(suite, cases, terminal(), every=options.verbose)
+        cases = tuple(case for case in cases if case.case_id in left)
+    if options.explain:
+        print_explanations(cases, terminal())
+    else:
+        print_plan(suite, cases, terminal(), every=options.verbose)
     return EQUAL
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from harness.errors import BadInput
-from harness.job import Job
-from harness.record import Record
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # --help shows NAMES, and need not wait for pydantic
     from harness.document import Limits
+    from harness.job import Job
+    from harness.record import Record
 
 NAMES = ("local", "here", "ray")
 
@@ -18,7 +18,7 @@ class Executor(Protocol):
         """Loads each kernel where it would run, and says where it came from. BadInput if one cannot be loaded."""
         ...
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[Record]:
+    def run(self, jobs: Sequence["Job"]) -> Iterator["Record"]:
         """Every job once, in the order they are finished. Closing the iterator stops what is under way."""
         ...
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from numbers import Integral, Real
 from typing import Any
 
@@ -44,18 +45,21 @@ class Inbox:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         self._bytes += data
-        messages = []
+        return self._whole()
+
+    def _whole(self) -> Iterator[dict[str, Any]]:
+        """One by one: a broken message does not take those before it along."""
         while len(self._bytes) >= HEADER_BYTES:
             size = int.from_bytes(self._bytes[:HEADER_BYTES], "big")
             if size > MOST_BYTES:
                 raise BrokenMessage(f"a message of {size} bytes is announced")
             if len(self._bytes) < HEADER_BYTES + size:
                 break
-            messages.append(_parse(bytes(self._bytes[HEADER_BYTES : HEADER_BYTES + size])))
+            body = bytes(self._bytes[HEADER_BYTES : HEADER_BYTES + size])
             del self._bytes[: HEADER_BYTES + size]
-        return messages
+            yield _parse(body)
 
 
 def _parse(data: bytes) -> dict[str, Any]:
@@ -76,14 +80,9 @@ def send(handle: int, message: dict[str, Any]) -> None:
 
 def receive(handle: int) -> dict[str, Any] | None:
     """The next message, waited for; None when the other side is gone."""
-    inbox = Inbox()
-    size = HEADER_BYTES
-    header = _exactly(handle, size)
-    if header is None:
-        return None
-    inbox.feed(header)
-    body = _exactly(handle, int.from_bytes(header, "big"))
-    return None if body is None else inbox.feed(body)[0]
+    header = _exactly(handle, HEADER_BYTES)
+    body = None if header is None else _exactly(handle, int.from_bytes(header, "big"))
+    return None if body is None else _parse(body)
 
 
 def _exactly(handle: int, size: int) -> bytes | None:

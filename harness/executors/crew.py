@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness import store
 from harness.document import Limits
 from harness.errors import BadInput
 from harness.executors.channel import BrokenMessage
@@ -54,6 +55,7 @@ class Crew:
         self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
         self._looked = 0.0
+        self._code = ""  # of harness, when the first worker imported it: each later one must import the same
 
     def workers(self) -> list[Worker]:
         return [*self.starting, *self.idle, *self.busy]
@@ -63,6 +65,7 @@ class Crew:
         for worker in [worker for worker in self.idle if not worker.is_alive]:
             self._dismiss(worker)
         while len(self.workers()) < min(self.size, tasks):
+            self._code = self._code or store.code_sha256()
             worker = Worker(self.allowed)
             self.starting.add(worker)
             self._selector.register(worker.messages, selectors.EVENT_READ, (worker, "messages"))
@@ -86,7 +89,6 @@ class Crew:
     def wait(self) -> list[Outcome]:
         """Sleeps until something happens, for LOOK_S at the most."""
         outcomes: list[Outcome] = []
-        heard: set[Worker] = set()
         nearest = min(self._late.values(), default=float("inf")) - time.monotonic()
         for key, _ in self._selector.select(max(0.0, min(LOOK_S, nearest))):
             worker, kind = key.data
@@ -96,14 +98,11 @@ class Crew:
                 if not worker.read_output():
                     self._selector.unregister(worker.output)
             else:
-                heard.add(worker)
                 outcomes += self._hear(worker)
         now = time.monotonic()
-        if now - self._looked >= LOOK_S / 2:
+        if now - self._looked >= LOOK_S / 2 or nearest <= 0:
             self._looked = now
-            outcomes += self._look(heard, now)
-        elif nearest <= 0:
-            outcomes += self._look(heard, now)
+            outcomes += self._look(now)
         return outcomes
 
     def kill(self, *, idle: bool) -> None:
@@ -118,13 +117,16 @@ class Crew:
         self._dismiss(worker)
 
     def _hear(self, worker: Worker) -> list[Outcome]:
+        outcomes: list[Outcome] = []
         try:
             messages = worker.read_messages()
             if messages is None:
                 return self._lose(worker)
-            return [outcome for message in messages for outcome in self._take(worker, message)]
+            for message in messages:
+                outcomes += self._take(worker, message)
         except BrokenMessage as broken:
-            return self._fail(worker, "error", f"the worker sent a broken message: {broken}")
+            outcomes += self._fail(worker, "error", f"the worker sent a broken message: {broken}")
+        return outcomes
 
     def _take(self, worker: Worker, message: dict[str, Any]) -> list[Outcome]:
         if worker in self.starting:
@@ -132,6 +134,8 @@ class Crew:
             return []
         if worker not in self.busy:
             raise BrokenMessage("an answer to nothing")
+        if message.get("question") != worker.question:
+            raise BrokenMessage(f"an answer to {message.get('question')!r:.20} instead of {worker.question}")
         outcome = self._outcome(worker, answer=message)
         del self.busy[worker], self._late[worker]
         self.idle.append(worker)
@@ -147,13 +151,16 @@ class Crew:
         if used >= self.allowed:
             rule = f"torch and harness themselves take {show_bytes(used)}"
             raise BadInput(f"limits.max_memory: {show_bytes(self.allowed)}: {rule}")
+        if (now := store.code_sha256()) != self._code:
+            change = f"harness's own source changed during the run: {self._code[:12]} -> {now[:12]}"
+            raise CannotStart(f"{change}; put it back, or start a new run (or add --even-if-changed)")
         self._failed_starts = 0
         self.starting.remove(worker)
         self.idle.append(worker)
 
-    def _look(self, heard: set[Worker], now: float) -> list[Outcome]:
+    def _look(self, now: float) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        for worker in [worker for worker in self.workers() if worker not in heard]:
+        for worker in self.workers():
             if not worker.is_alive:  # a child of it may still hold the pipe, so that its end cannot be heard
                 outcomes += self._hear(worker) if worker in self.busy else self._lose(worker)
                 if worker in self.busy:

@@ -8,6 +8,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 CALM = "\nstopping after the running case; Ctrl-C again stops at once"
+HASTY = "\nstopping at once: SIGTERM"
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM instead of Ctrl-C."""
 
 
 class Interrupts:
@@ -19,6 +24,7 @@ class Interrupts:
         self._is_announced = False
         self.no_more = False
         self.at_once = False
+        self.is_terminated = False
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
@@ -38,10 +44,11 @@ class Interrupts:
         """Not from the handler: the interrupted code may be in the middle of a line on the same stream."""
         if self.no_more and not self._is_announced:
             self._is_announced = True
-            print(CALM, file=sys.stderr, flush=True)
+            print(HASTY if self.is_terminated else CALM, file=sys.stderr, flush=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM or self.no_more:
+        self.is_terminated |= number == signal.SIGTERM
+        if self.is_terminated or self.no_more:
             self.at_once = True
             self._strike()
             self._put_back()  # a third Ctrl-C is Python's own

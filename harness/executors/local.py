@@ -13,7 +13,7 @@ from harness.document import Limits
 from harness.errors import BadInput
 from harness.executors.channel import BrokenMessage, read_record
 from harness.executors.crew import Crew, Outcome, Task
-from harness.executors.interrupts import Interrupts
+from harness.executors.interrupts import Interrupts, Terminated
 from harness.job import Job, encode_job, failed
 from harness.record import Record
 
@@ -71,7 +71,7 @@ class Local:
                         yield record
                         crew.excuse(time.monotonic() - paused)
                 if interrupts.no_more:
-                    raise KeyboardInterrupt
+                    raise Terminated if interrupts.is_terminated else KeyboardInterrupt
             finally:
                 crew.kill(idle=interrupts.no_more)
 
@@ -98,6 +98,8 @@ def _settle(outcome: Outcome, waiting: deque[Task]) -> list[Record]:
     if outcome.answer:
         try:
             record = read_record(outcome.answer.get("record"))
+            if record.case_id != job.case.case_id:
+                raise BrokenMessage(f"a record of {record.case_id}")
         except BrokenMessage as broken:
             record = failed(job, "error", f"the worker sent a broken message: {broken}", outcome.seconds)
     else:

@@ -36,7 +36,7 @@ def killed_for_memory() -> int:
 
 
 class Gauge:
-    """Resident memory of a process and its children."""
+    """A process and its children: whether it lives, what they hold in memory, their end."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
@@ -44,11 +44,27 @@ class Gauge:
         self._looked = time.monotonic()
 
     def read(self) -> int:
-        with contextlib.suppress(psutil.Error):
-            if time.monotonic() - self._looked > LOOK_FOR_CHILDREN_S:
-                self._looked = time.monotonic()
-                self._children = self._process.children(recursive=True)
+        if time.monotonic() - self._looked > LOOK_FOR_CHILDREN_S:
+            self.look()
         return sum(map(_resident, (self._process, *self._children)))
+
+    def look(self) -> None:
+        """For children. Those once seen stay known, even when their parent is gone."""
+        self._looked = time.monotonic()
+        with contextlib.suppress(psutil.Error):
+            found = {*self._children, *self._process.children(recursive=True)}
+            self._children = [child for child in found if child.is_running()]
+
+    def kill_children(self) -> None:
+        for child in self._children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()  # psutil's, and not by the number alone: that may be another's by now
+
+    def is_alive(self) -> bool:
+        try:
+            return bool(self._process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
 
 
 def _resident(process: psutil.Process) -> int:

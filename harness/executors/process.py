@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Worker:
         self._kills_before = 0
         self.started = self.asked = time.monotonic()
         self.served = 0  # how much it has been asked for since its start
+        self.question = 0  # its number: an answer gives it back
         with contextlib.suppress(BrokenPipeError):  # already dead: whoever reads its messages will see
             send(self._jobs, {"path": sys.path, "python_path": python_path, "allowed": allowed})
 
@@ -59,7 +61,8 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        # Not by poll(): that would reap it, and its pid and group might be another's by the time we kill them.
+        return self._gauge.is_alive()
 
     def ask(self, message: dict[str, Any]) -> bool:
         """False: it is dead, and has not begun."""
@@ -68,19 +71,18 @@ class Worker:
         if not self.is_alive:
             return False
         try:
-            send(self._jobs, message)
+            send(self._jobs, {**message, "question": self.question + 1})
         except BrokenPipeError:
             return False
         self.asked = time.monotonic()
         self.served += 1
+        self.question += 1
         return True
 
-    def read_messages(self) -> list[dict[str, Any]] | None:
-        """What has arrived, possibly nothing yet; None at the end. Raises BrokenMessage."""
-        messages: list[dict[str, Any]] = []
-        while data := _read(self.messages):
-            messages += self._inbox.feed(data)
-        return None if data == b"" and not messages else messages
+    def read_messages(self) -> Iterator[dict[str, Any]] | None:
+        """What has arrived, possibly nothing yet; None at the end. Going through it may raise BrokenMessage."""
+        data = _read(self.messages)  # all that a pipe holds; one that is written to without end shall not hold us
+        return None if data == b"" else self._inbox.feed(data or b"")
 
     def read_output(self) -> bool:
         """Keeps the end of what it prints, and only that. False when it has closed its output."""
@@ -94,33 +96,39 @@ class Worker:
 
     def abort(self) -> None:
         """For one that hangs: SIGABRT makes it write down where, even in C code. Then the end."""
+        self._gauge.look()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGABRT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(ABORT_S)
+        self._wait(ABORT_S)
         self.kill()
 
     def strike(self) -> None:
-        """SIGKILL and nothing else, so that a signal handler may call it anywhere."""
-        if self._process.returncode is None:  # else its pid may be another's by now
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """SIGKILL for it and all that it has started. Nothing else, so that a signal handler may call it anywhere."""
+        if self._process.returncode is not None:
+            return  # reaped: its pid may be another's by now
+        self._gauge.look()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # also after its own end: the group lives on in what it started
+        self._gauge.kill_children()  # those that made groups of their own
 
     def kill(self) -> None:
         """With all that it has started. Afterwards only what it said is left."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # also after its own end: the group lives on in what it started
+        if self._jobs < 0:
+            return
+        self.strike()
         self._process.wait()
-        if self._jobs >= 0:
-            for _ in range(KEPT_OUTPUT // CHUNK + 1):  # not for ever: a process that escaped may still write
-                if not self.read_output():
-                    break
-            for handle in (self._jobs, self.messages, self.output):
-                os.close(handle)
-            self._jobs = -1
+        for _ in range(KEPT_OUTPUT // CHUNK + 1):  # not for ever: a process that escaped may still write
+            if not self.read_output():
+                break
+        for handle in (self._jobs, self.messages, self.output):
+            os.close(handle)
+        self._jobs = -1
 
     def death(self) -> tuple[str, str]:
-        """Status and reason of one that ended by itself."""
+        """Status and reason of one that ended by itself, or whose pipe did."""
+        if not self._wait(ABORT_S):
+            return "error", "the worker closed its pipe"
+        self.strike()
         code = self._process.wait()
         if code >= 0:
             return "error", f"the worker left with exit code {code}"
@@ -128,6 +136,13 @@ class Worker:
         if -code == signal.SIGKILL and killed_for_memory() > self._kills_before:
             return "oom", "killed by SIGKILL: the machine ran out of memory"
         return "error", f"killed by {known.get(-code, f'signal {-code}')}"
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether it ends within that time; it is not reaped yet."""
+        deadline = time.monotonic() + seconds
+        while self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return not self.is_alive
 
     def last_words(self) -> str:
         """The end of what it printed; of a crash's traceback the beginning, where the crash is."""

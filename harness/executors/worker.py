@@ -77,10 +77,13 @@ def serve(jobs: int, answers: int) -> None:
     perform(WARM_UP)
     gc.collect()
     gc.freeze()  # what is imported stays: the collector need not walk it again after each case
-    before = state.read_all()
+    before, me = state.read_all(), os.getpid()
     send(answers, {"ready": limit_memory(hello["allowed"])})
     while (message := receive(jobs)) is not None:
         answer = _load(message["load"]) if "load" in message else _work(message["job"])
+        if os.getpid() != me:
+            os._exit(1)  # a child that the kernel forked and let return: the answer is its parent's to give
+        answer["question"] = message["question"]
         if left := [*state.changed(before, state.IMPORTS), *_mend_streams(output)]:
             send(answers, {**answer, "left": left})
             return  # what cannot be put back ends with the process
@@ -104,7 +107,7 @@ def _work(text: str) -> dict[str, Any]:
     try:
         record = perform(job)
     except BaseException as failure:  # a file that cannot be imported any more, or Ctrl-C raised by the kernel itself
-        error = str(failure) if isinstance(failure, BadInput) else f"{type(failure).__name__}: {failure}"
+        error = str(failure) if isinstance(failure, BadInput) else _told(failure)
         record = failed(job, "error", error, time.perf_counter() - started)
     return {"record": record}
 
@@ -115,7 +118,13 @@ def _load(kernel: str) -> dict[str, Any]:
     except BadInput as refusal:
         return {"refused": str(refusal)}
     except BaseException as failure:
-        return {"refused": f"{kernel}: importing it raised {type(failure).__name__}: {failure}"}
+        return {"refused": f"{kernel}: importing it raised {_told(failure)}"}
+
+
+def _told(failure: BaseException) -> str:
+    from harness.kernels.plugin import told
+
+    return told(failure)
 
 
 def _mend_streams(output: int) -> list[str]:

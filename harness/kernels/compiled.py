@@ -1,7 +1,7 @@
 """Eager's lines as torch.compile makes them: inductor's code, in a form that needs few graphs.
 
 Heads and batch become one dimension and the masks one tensor, so that shapes, windows and positions share a graph;
-each dtype, each of bias, mask, softcap and sinks, and training take another (about ten seconds each, once).
+each dtype, each of bias, mask, softcap and sinks, and training take another (seconds each, once).
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Running what torch compiles: few graphs for many shapes, and a plain answer where there is no working compiler.
 
-A graph takes about ten seconds to make. torch keeps the machine code in TORCHINDUCTOR_CACHE_DIR (by default a folder
-of the user's in the system's temporary folder), from which later processes take it in about two.
+The first graph of a process takes some ten seconds to make, later ones a few. torch keeps the machine code in
+TORCHINDUCTOR_CACHE_DIR (by default a folder of the user's in the system's temporary folder) for later processes.
 """
 
 from collections.abc import Callable, Iterator

@@ -25,12 +25,12 @@ from harness.errors import BadInput
 from harness.registry import Registry
 from harness.report.progress import progress
 from harness.report.sensitivity import sensitivity_markdown
-from harness.runner import take_shard
 from harness.saboteurs.saboteur import Saboteur, load_all
 from harness.sensitivity.result import CellResult, Study
 from harness.sensitivity.study import study_cell
 from harness.sensitivity.table import cells_frame, findings_frame
 from harness.state import preserved
+from harness.store import take_shard
 
 KERNEL = "eager"  # the right candidate, which the saboteurs take the place of
 RECORDS, TABLE, CELLS, MARKDOWN = "sensitivity.jsonl", "sensitivity.csv", "cells.csv", "sensitivity.md"

@@ -5,9 +5,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from harness.environment import Environment
+from harness.job import content_of
 from harness.store.errors import StoreError
 from harness.store.files import write_atomically
-from harness.store.manifest import MANIFEST, Manifest, read_manifest, sha256, write_manifest
+from harness.store.manifest import MANIFEST, Manifest, read_whole, write_manifest
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 # Numbers may move with these; memory, the commit and pandas move none.
@@ -21,23 +22,25 @@ class About:
     environment: Environment
 
     def write(self, folder: Path) -> None:
-        write_config(folder, self.config)
-        write_environment(folder, self.environment)
-        write_manifest(folder, self.manifest)
+        """run.json alone decides; after a kill between these lines, `write_copies` makes the others follow it."""
+        write_manifest(folder, self.manifest, self.config, self.environment)
+        self.write_copies(folder)
+
+    def write_copies(self, folder: Path) -> None:
+        """For readers: the config and the environment as files of their own."""
+        for name, text in ((CONFIG, self.config), (ENVIRONMENT, self.environment.to_json())):
+            path = Path(folder) / name
+            if not path.exists() or path.read_bytes() != text.encode():
+                write_atomically(path, text.encode())
 
     @classmethod
     def read(cls, folder: Path) -> "About":
-        manifest = read_manifest(folder)
-        if manifest is None:
+        if not Path(folder).is_dir():
+            raise StoreError(f"{folder} is not a folder, so not a run's")
+        found = read_whole(folder)
+        if found is None:
             raise StoreError(f"{folder} has no {MANIFEST}, so what it is a run of is not known; start a new one")
-        path = Path(folder) / CONFIG
-        try:
-            config = path.read_bytes().decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise StoreError(f"{path}: cannot be read: {error}") from None
-        if sha256(config) != manifest.config_sha256:
-            raise StoreError(f"{path} is not the config of this run: its sha256 differs from {MANIFEST}'s")
-        return cls(manifest, config, read_environment(folder))
+        return cls(*found)
 
 
 def differences(before: About, after: About) -> list[str]:
@@ -49,9 +52,9 @@ def differences(before: About, after: About) -> list[str]:
     for name in ("suite", "seed", "code"):
         if (a := getattr(old, name)) != (b := getattr(new, name)):
             found.append(f"{name}: {_short(a)} -> {_short(b)}")
-    for kernel in old.kernels.keys() & new.kernels.keys():
+    for kernel in sorted(old.kernels.keys() & new.kernels.keys()):
         a, b = old.kernels[kernel], new.kernels[kernel]
-        if _content(a) != _content(b):
+        if content_of(a) != content_of(b):
             found.append(f"kernel {kernel}: {a} -> {b}")
     changed = before.environment.differences(after.environment)
     found += [f"{key}: {changed[key][0]} -> {changed[key][1]}" for key in COMPARED if key in changed]
@@ -72,12 +75,6 @@ def _quoted(line: str | None) -> str:
 def _short(value: object) -> str:
     text = str(value)
     return text[:12] if len(text) == 64 else text
-
-
-def _content(origin: str) -> str:
-    """A kernel's file may lie elsewhere on another machine; its hash says whether it is the same."""
-    _, marked, digest = origin.partition("sha256:")
-    return digest if marked else origin
 
 
 def write_config(folder: Path, text: str) -> None:

@@ -7,14 +7,17 @@ from types import TracebackType
 
 from harness.record import Record
 from harness.store import records as lines
-from harness.store.about import About, differences
+from harness.store.about import CONFIG, ENVIRONMENT, About, differences
 from harness.store.errors import StoreError
 from harness.store.files import claim, make_folder, new_folder, point, slug, sync_folder
 from harness.store.lock import Lock
-from harness.store.manifest import Manifest
-from harness.store.records import RECORDS
+from harness.store.manifest import MANIFEST, Manifest
+from harness.store.records import RECORDS, Writer
+from harness.store.tables import CSV, PARQUET
 
 LATEST = "latest"
+# What a run writes besides its records; the last two are the report's.
+WRITTEN = (CONFIG, ENVIRONMENT, CSV, PARQUET, "summary.md", "report.html")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class RunFolder:
 
     path: Path
     lock: Lock = field(repr=False, compare=False)
+    writer: Writer = field(repr=False, compare=False)
     finished: tuple[Record, ...] = ()
 
     @classmethod
@@ -38,12 +42,13 @@ class RunFolder:
         else:
             path = Path(out)
             make_folder(path)
+            _refuse_foreign(path)
         lock = Lock(path)
         try:
             if (path / RECORDS).exists():
-                raise StoreError(
-                    f"{path} already holds {RECORDS} of another run; give another --out, move it, or add --resume"
-                )
+                is_merge = about is not None and about.manifest.parts
+                remedy = "name another folder" if is_merge else "give another --out, move it, or add --resume"
+                raise StoreError(f"{path} already holds {RECORDS} of another run; {remedy}")
             if about is not None:
                 about.write(path)
             claim(path, RECORDS)
@@ -53,7 +58,7 @@ class RunFolder:
         except BaseException:
             lock.release()
             raise
-        return cls(path, lock)
+        return cls(path, lock, Writer(path / RECORDS))
 
     @classmethod
     def reopen(cls, path: Path, about: About, *, even_if_changed: bool = False) -> "RunFolder":
@@ -67,17 +72,18 @@ class RunFolder:
             finished = lines.latest(lines.read_lines(path), after.manifest.planned)
             if after != before:
                 after.write(path)
+            after.write_copies(path)
         except BaseException:
             lock.release()
             raise
-        return cls(path, lock, tuple(finished))
+        return cls(path, lock, Writer(path / RECORDS), tuple(finished))
 
     def append(self, record: Record) -> None:
         """On disk when this returns: one line, synced."""
-        lines.append(self.path / RECORDS, [record])
+        self.writer.append([record])
 
     def append_all(self, records: Sequence[Record]) -> None:
-        lines.append(self.path / RECORDS, records)
+        self.writer.append(records)
 
     def close(self) -> None:
         self.lock.release()
@@ -89,6 +95,13 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A run's first file is run.json: where it is not, files of these names are somebody else's."""
+    found = [name for name in WRITTEN if (path / name).exists()]
+    if found and not (path / MANIFEST).exists() and not (path / RECORDS).exists():
+        raise StoreError(f"{path / found[0]} is not a run's and would be overwritten; give another --out, or move it")
 
 
 def _continued(path: Path, before: About, now: About, *, even_if_changed: bool) -> About:

@@ -15,6 +15,7 @@ NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 # The types that are columns of a table; the others are containers.
 SCALARS = (int, float, str, bool)
 CRC = "crc32"
+REMEDY = "remove this line, and --resume measures its case again"
 SEAL_BYTES = len(',"crc32":"00000000"}')
 
 
@@ -74,10 +75,10 @@ def _why_unsealed(line: bytes, body: bytes) -> str:
     try:
         data = _parse(line, "")
     except StoreError:
-        return f"broken record: not one whole JSON object with a {CRC} at its end"
+        return f"broken record: not one whole JSON object with a {CRC} at its end; {REMEDY}"
     if CRC not in data:
         return f"written by an older version of harness, without a {CRC}: run it again, or read it with that version"
-    return f"broken record: its {CRC} is {data[CRC]!r}, but its bytes give '{zlib.crc32(body):08x}'"
+    return f"broken record: its {CRC} is {data[CRC]!r}, but its bytes give '{zlib.crc32(body):08x}'; {REMEDY}"
 
 
 def _refuse_constant(word: str) -> None:

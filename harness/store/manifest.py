@@ -1,4 +1,4 @@
-"""run.json: what a run is a run of, and which cells it should have. Written before its first record."""
+"""run.json: what a run is a run of, and which cells it should have. Written first of all, and in one piece."""
 
 import hashlib
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import harness
+from harness.environment import Environment
+from harness.errors import BadInput
 from harness.store.errors import StoreError
 from harness.store.files import write_atomically
 
@@ -46,13 +48,13 @@ class Manifest:
         """The cells of this run, in the suite's order."""
         return take_shard(self.case_ids, self.shard)
 
-    def resume_command(self, folder: Path) -> str | None:
+    def resume_command(self, folder: Path, *, retry: bool = False) -> str | None:
         """To be pasted into a shell; None for a merged folder, whose parts are what can go on."""
         if self.parts:
             return None
         if self.command is None:
-            return f"harness.run(..., out={str(folder)!r}, resume=True)"
-        return shlex.join([*_program(), *self.command, "--resume", "--out", str(folder)])
+            return f"harness.run(..., out={str(folder)!r}, resume=True{', retry=True' * retry})"
+        return shlex.join([*_program(), *self.command, "--resume", *["--retry"] * retry, "--out", str(folder)])
 
 
 def take_shard(items: Sequence[T], shard: tuple[int, int] | None) -> tuple[T, ...]:
@@ -60,6 +62,8 @@ def take_shard(items: Sequence[T], shard: tuple[int, int] | None) -> tuple[T, ..
     if shard is None:
         return tuple(items)
     index, count = shard
+    if not 1 <= index <= count:
+        raise BadInput(f"shard {index}/{count}: must be 1/{count} to {count}/{count}")
     return tuple(items[index - 1 :: count])
 
 
@@ -83,27 +87,36 @@ def code_sha256() -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: Manifest, config: str, environment: Environment) -> None:
     data = asdict(manifest)
     ids = data.pop("case_ids")
     data |= {"cells": len(manifest.planned), "case_ids_sha256": _ids_sha256(ids), "case_ids": ids}
+    data |= {"config": config, "environment": asdict(environment)}
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     write_atomically(Path(folder) / MANIFEST, text.encode(errors="backslashreplace"))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """None where there is no run.json: then nobody knows whether a cell is missing."""
+    found = read_whole(folder)
+    return None if found is None else found[0]
+
+
+def read_whole(folder: Path) -> tuple[Manifest, str, Environment] | None:
+    """All that run.json holds: the manifest, the config and the environment."""
     path = Path(folder) / MANIFEST
     try:
         data = json.loads(path.read_bytes().decode())
         manifest = _decode(data)
         if data["cells"] != len(manifest.planned) or data["case_ids_sha256"] != _ids_sha256(manifest.case_ids):
             raise ValueError("its case_ids do not have the length or the checksum that it gives")
+        if sha256(data["config"]) != manifest.config_sha256:
+            raise ValueError("its config does not have the checksum that it gives")
+        return manifest, data["config"], Environment.from_json(json.dumps(data["environment"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StoreError(f"{path}: broken: {type(error).__name__}: {error}") from None
-    return manifest
 
 
 def _ids_sha256(ids: Sequence[str]) -> str:
@@ -111,7 +124,7 @@ def _ids_sha256(ids: Sequence[str]) -> str:
 
 
 def _decode(data: dict[str, Any]) -> Manifest:
-    expected = {f.name for f in fields(Manifest)} | {"cells", "case_ids_sha256"}
+    expected = {f.name for f in fields(Manifest)} | {"cells", "case_ids_sha256", "config", "environment"}
     if set(data) != expected:
         raise ValueError(f"fields {sorted(data)}, expected {sorted(expected)}")
     for name in ("suite", "config_sha256", "code"):

@@ -98,20 +98,32 @@ def repair(folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def append(path: Path, records: Iterable[Record]) -> None:
-    """On disk when this returns. If they cannot all be written, none is: the file is cut back to what it was."""
-    data = b"".join(map(dumps, records))
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        size = os.fstat(handle).st_size
+class Writer:
+    """Knows where the file must end: a line of somebody else's would make both unreadable."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size = path.stat().st_size
+
+    def append(self, records: Iterable[Record]) -> None:
+        """On disk when this returns. If they cannot all be written, none is: the file is cut back to what it was."""
+        data = b"".join(map(dumps, records))
+        handle = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
-            left = memoryview(data)
-            while left:  # a full disk may take a part, and refuse the next
-                left = left[os.write(handle, left) :]
-            os.fsync(handle)
-        except OSError as error:
-            os.ftruncate(handle, size)
-            reason = error.strerror or error
-            raise StoreError(f"{path}: cannot be written: {reason}; cut back to its last whole line") from error
-    finally:
-        os.close(handle)
+            if (size := os.fstat(handle).st_size) != self._size:
+                raise StoreError(
+                    f"{self._path}: has {size} bytes where this run left {self._size}: something else wrote into it"
+                )
+            try:
+                left = memoryview(data)
+                while left:  # a full disk may take a part, and refuse the next
+                    left = left[os.write(handle, left) :]
+                os.fsync(handle)
+            except OSError as error:
+                os.ftruncate(handle, size)
+                reason = error.strerror or error
+                told = f"{self._path}: cannot be written: {reason}; cut back to its last whole line"
+                raise StoreError(told) from error
+            self._size += len(data)
+        finally:
+            os.close(handle)
