@@ -288,3 +288,50 @@ def test_tiles_fit_the_cache_or_have_the_fewest_rows(monkeypatch, cache, H, H_kv
         assert 1 <= tiling.heads <= H_kv and tiling.rows >= 1
         scores = 4 * tiling.heads * product_rows * L
         assert scores <= cache // 4 or (tiling.heads == 1 and product_rows <= max(64, H // H_kv))
+
+
+# ---- what must see plain operations ----------------------------------------------------------------------------------
+
+
+def test_transforms_of_torch_get_eager_s_lines():
+    q, k, v = torch.randn(3, 1, 2, 600, 8)
+
+    def attend(q: Tensor, kernel: str = "tiled") -> Tensor:
+        return harness.attention(q, k, v, kernel=kernel)
+
+    tangent = torch.ones_like(q)
+    ours = torch.func.jvp(attend, (q,), (tangent,))[1]
+    expected = torch.func.jvp(lambda q: attend(q, "eager"), (q,), (tangent,))[1]
+    assert expected.norm() > 1
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(torch.vmap(attend)(torch.stack([q, 2 * q]))[1], attend(2 * q, "eager"))
+    torch.testing.assert_close(
+        torch.func.grad(lambda q: attend(q).sum())(q), torch.func.grad(lambda q: attend(q, "eager").sum())(q)
+    )
+
+
+def test_scores_and_sums_near_the_largest_number():
+    q, k = torch.full((1, 1, 600, 1), 1.7e19), torch.ones(1, 1, 600, 1)
+    k[:, :, 0] = 1.7e19
+    out = harness.attention(q, k, torch.ones(1, 1, 600, 1), scale=1.0, kernel="tiled")
+    assert torch.equal(out, torch.ones_like(out))
+    out = harness.attention(torch.zeros_like(q), k, torch.full((1, 1, 600, 1), 3e38), kernel="tiled")
+    torch.testing.assert_close(out, torch.full_like(out, 3e38))
+
+
+def test_dropout_is_drawn_alike_whatever_the_threads_and_the_cache(monkeypatch):
+    q, k, v = torch.randn(3, 1, 2, 300, 8)
+
+    def drawn(cache: int) -> Tensor:
+        monkeypatch.setattr("harness.kernels.tiles.cache_bytes", lambda: cache)
+        torch.manual_seed(3)
+        return harness.attention(q, k, v, causal=True, dropout_p=0.3, kernel="tiled")
+
+    assert torch.equal(drawn(1 << 16), drawn(1 << 26))
+
+
+@pytest.mark.parametrize(("H", "D"), [(0, 8), (4, 0)])
+def test_empty_shapes(H, D):
+    q, k = torch.ones(1, H, 5, D), torch.ones(1, max(H // 2, 1), 5, D)
+    out = harness.attention(q, k, torch.ones(1, max(H // 2, 1), 5, 3), scale=1.0, kernel="tiled")
+    assert torch.equal(out, torch.ones(1, H, 5, 3))

@@ -11,7 +11,9 @@ from harness.kernels.tiled import tiled
 
 
 def auto(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    trains = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, v, call.mask, call.sinks)
+    )
     slanted = call.causal or call.left is not None or call.right is not None
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     name = pick(rows, q.shape[2], k.shape[2], slanted=slanted, trains=trains, need_weights=call.need_weights)

@@ -22,7 +22,11 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
     H_kv, S = k.shape[1:3]
     rows = H // H_kv * L
     wide = torch.promote_types(q.dtype, torch.float32)
-    if rows > FEW or (k.dtype == wide and not _is_thin(rows, k) and _folds(k) and _folds(v)):
+    if (
+        rows > FEW
+        or 0 in (q.numel(), k.numel())
+        or (k.dtype == wide and not _is_thin(rows, k) and _folds(k) and _folds(v))
+    ):
         return eager(q, k, v, call)
     queries = (q.to(wide) * call.scale).reshape(B, H_kv, rows, D)
     length = S if k.dtype == wide else piece_length(k, v)

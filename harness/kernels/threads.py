@@ -8,13 +8,14 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+_MAKING = threading.Lock()  # one crew, not one for each of several first callers
 
 
 def spread(work: Callable[[Tensor, Iterator[T]], None], rooms: Sequence[Tensor], pieces: Iterable[T]) -> None:
@@ -25,15 +26,27 @@ def spread(work: Callable[[Tensor, Iterator[T]], None], rooms: Sequence[Tensor],
     if len(rooms) == 1 or _is_watched():
         work(rooms[0], iter(pieces))
         return
-    shared = _shared(pieces)
+    failed = threading.Event()
+    shared = _shared(pieces, failed)
     inference = torch.is_inference_mode_enabled()
 
     def one_thread(room: Tensor) -> None:
-        with torch.inference_mode(inference), torch.no_grad():  # both are a thread's own
-            work(room, shared)
+        try:
+            with torch.inference_mode(inference), torch.no_grad():  # both are a thread's own
+                work(room, shared)
+        except BaseException:
+            failed.set()
+            raise
 
-    crew = _crew(len(rooms), os.getpid())
-    started = [crew.submit(one_thread, room) for room in rooms]
+    with _MAKING:
+        crew = _crew(len(rooms), os.getpid())
+    started = []
+    for room in rooms:
+        try:
+            started.append(crew.submit(one_thread, room))
+        except RuntimeError:  # the interpreter is about to end, and starts nothing more
+            one_thread(room)
+    wait(started)
     for each in started:
         each.result()
 
@@ -44,20 +57,24 @@ def _is_watched() -> bool:
     return is_profiled or torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
 
 
-def _shared(pieces: Iterable[T]) -> Iterator[T]:
-    """An iterator for several threads."""
+def _shared(pieces: Iterable[T], failed: threading.Event) -> Iterator[T]:
+    """An iterator for several threads, which ends for all as soon as one has failed."""
     rest, lock, end = iter(pieces), threading.Lock(), object()
 
     def take() -> object:
         with lock:
-            return next(rest, end)
+            return end if failed.is_set() else next(rest, end)
 
     return iter(take, end)  # type: ignore[arg-type]
 
 
 @functools.cache
 def _crew(threads: int, pid: int) -> ThreadPoolExecutor:
-    """Threads in which torch's operations use no further ones. `pid`: a forked process has none of its parent's."""
+    """Threads in which torch's operations use no further ones. `pid`: a forked process has none of its parent's.
+
+    torch has no setting for one thread alone: for the moment that this takes, once in a process, a new thread of
+    someone else's that asks torch for the first time would get 1 too.
+    """
     crew = ThreadPoolExecutor(threads, thread_name_prefix="tiles")
     ready = threading.Barrier(threads + 1)
 

@@ -5,7 +5,8 @@ largest thing in memory is one tile of scores instead of all of them. Each threa
 waits for others once and not at each operation. The backward pass computes the tiles again, one after another.
 Double backward is not supported (torch says so). With dropout each tile's mask is drawn from a seed that comes from
 torch's generator, and drawn again in the backward pass: the distribution is eager's, the draws are not. Where the
-caller wants the weights they must exist as a whole: then, for meta tensors and inside torch.compile, eager's lines run.
+caller wants the weights they must exist as a whole: then, for empty and meta tensors, and under torch.compile,
+torch.func, forward-mode derivatives and tracing, eager's lines run.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from harness.kernels.call import AttentionCall, Kernel
@@ -29,9 +31,19 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    if call.need_weights or q.is_meta or torch.compiler.is_compiling():
+    if call.need_weights or q.is_meta or 0 in (q.numel(), k.numel(), v.numel()) or _is_transformed():
         return eager(q, k, v, call)
     return run_tiled(q, k, v, call, choose_tiling(q, k, call)), None
+
+
+def _is_transformed() -> bool:
+    """By something that must see plain operations, in this thread and not in place."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def run_tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling) -> Tensor:
@@ -138,7 +150,7 @@ def _weigh(
             shares = torch.softmax(torch.cat([by_head, column], dim=-1), dim=-1)
             by_head.copy_(shares[..., :-1])
             sink = shares[..., -1:].reshape(h, G * r, 1)
-        # Rows that see nothing are 0/0 above; and a NaN query must not reach the gradients of keys hidden from it.
+        # Rows that see nothing are 0/0 above; and a NaN query must not reach the gradients of values hidden from it.
         for zone in tile.zones if for_gradients or tile.has_dead_rows else ():
             by_head[..., zone.keys].masked_fill_(zone.hidden, 0.0)
         kept = None
@@ -151,26 +163,24 @@ def _weigh(
 @torch.no_grad()
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling, seed: int | None) -> Tensor:
     out = q.new_empty(*q.shape[:3], v.shape[-1])
+    if call.bias is None and call.softcap is None and call.sinks is None and seed is None:
+        threads = torch.get_num_threads() if q.device.type == "cpu" else 1
+        rooms = [_workspace(q, k, v, tiling) for _ in range(threads)]
+        pieces = (_piece(q, k, v, out, tile) for tile in tiles(q, k, call, tiling))
+        spread(functools.partial(_fill, call.scale), rooms, pieces)
+        # Powers of two, and sums that are divided last, overflow a little sooner: then once more by eager's lines.
+        if not out.numel() or bool(torch.linalg.vector_norm(out, float("inf")).isfinite()):
+            return out
     todo = tiles(q, k, call, tiling)
-    if call.bias is None and call.softcap is None and call.sinks is None and seed is None and _sums_fit(v):
-        rooms = [_workspace(q, k, v, tiling) for _ in range(torch.get_num_threads())]
-        spread(functools.partial(_fill, call.scale), rooms, (_piece(q, k, v, out, tile) for tile in todo))
-    else:
-        for w in _weigh(q, k, v, call, _workspace(q, k, v, tiling), todo, seed=seed, for_gradients=False):
-            rows = out[w.tile.batch, w.tile.heads, w.tile.rows]
-            rows.copy_(torch.bmm(w.dropped_weights, w.v).view(rows.shape))
+    for w in _weigh(q, k, v, call, _workspace(q, k, v, tiling), todo, seed=seed, for_gradients=False):
+        rows = out[w.tile.batch, w.tile.heads, w.tile.rows]
+        rows.copy_(torch.bmm(w.dropped_weights, w.v).view(rows.shape))
     return out
-
-
-def _sums_fit(v: Tensor) -> bool:
-    """Weights that are not yet divided by their sum may add up to as many values as there are keys."""
-    largest = torch.finfo(torch.promote_types(v.dtype, torch.float32)).max / max(v.shape[2], 1)
-    return not bool(torch.linalg.vector_norm(v, float("inf")) > largest) if v.numel() else True
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One tile's views, made before the threads start: at each call of torch's they may dispute Python's lock."""
+    """One tile's views. At each call of torch's two threads may dispute Python's lock, so there are few of them."""
 
     q: Tensor  # (h, G*r, D)
     k: Tensor  # (h, D, s)
@@ -183,7 +193,7 @@ def _piece(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tile: Tile) -> _Piece:
     h = tile.kv_heads.stop - tile.kv_heads.start
     own_q, own_out = q[tile.batch, tile.heads, tile.rows], out[tile.batch, tile.heads, tile.rows]
     own_k, own_v = k[tile.batch, tile.kv_heads, tile.keys], v[tile.batch, tile.kv_heads, tile.keys]
-    return _Piece(own_q.reshape(h, -1, q.shape[3]) if q.shape[3] else own_q, own_k.mT, own_v, own_out, tile)
+    return _Piece(own_q.reshape(h, -1, q.shape[3]), own_k.mT, own_v, own_out, tile)
 
 
 def _fill(scale: float, workspace: Tensor, pieces: Iterator[_Piece]) -> None:

@@ -53,6 +53,8 @@ def choose_tiling(q: Tensor, k: Tensor, call: AttentionCall) -> Tiling:
     """The scores of a tile fit the cache, as far as the least number of rows allows."""
     L, (H_kv, S) = q.shape[2], k.shape[1:3]
     G = q.shape[1] // H_kv  # the heads of a group are rows of one product
+    if call.dropout_p > 0:  # drawn tile by tile: the same seed must draw the same on every machine
+        return Tiling(max(min(MOST_ROWS // G, L), 1), heads=1)
     row = G * max(S, 1) * max(q.element_size(), 4)  # bytes of one position's scores: half types are scored in float32
     budget = cache_bytes() // (SHARE * torch.get_num_threads())  # each thread has a tile of its own
     slanted = call.causal or call.left is not None or call.right is not None

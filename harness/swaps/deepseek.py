@@ -1,7 +1,7 @@
 """DeepSeek's latent attention, as transformers has it, with the absorbed decode that transformers lacks.
 
 transformers caches latents, but decompresses all of them into per-head keys and values at every step. Ours has the same
-parts, cache and signature, and where that is cheaper (variants/mla_cost.py) it brings the queries into latent space
+parts, cache and signature, and where that is cheaper (specs/latent_cost.py) it brings the queries into latent space
 instead: there all heads share one key (the latent and the rotated k_pe, D = r + R) and one value (the latent, D_v = r).
 """
 

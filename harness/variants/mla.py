@@ -24,7 +24,7 @@ Mode = Literal["auto", "naive", "absorbed"]
 
 class MultiHeadLatentAttention(nn.Module):
     """mode: "naive" caches decompressed k and v; "absorbed" caches latents and attends in latent space;
-    "auto" caches latents and takes whichever way is cheaper for this call, by the counts of mla_cost.py.
+    "auto" caches latents and takes whichever way is cheaper for this call, by the counts of specs/latent_cost.py.
     """
 
     def __init__(

@@ -1,0 +1,69 @@
+"""Pieces of work over threads: each once, failures told, nothing left changed."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from harness.kernels.threads import spread
+
+ROOMS = [torch.empty(1), torch.empty(1)]
+AT_THE_END = """
+import threading, time, torch, harness
+torch.set_num_threads(2)
+q = torch.randn(1, 2, 600, 8)
+expected = harness.attention(q, q, q, kernel="tiled")
+def late():
+    time.sleep(0.3)
+    print(torch.equal(harness.attention(q, q, q, kernel="tiled"), expected), flush=True)
+threading.Thread(target=late).start()
+"""
+
+
+def test_each_piece_is_done_once_by_several_threads():
+    done, workers, lock = [], set(), threading.Lock()
+
+    def work(room, pieces):
+        for piece in pieces:
+            time.sleep(1e-3)
+            with lock:
+                done.append(piece)
+                workers.add(threading.get_ident())
+                assert torch.get_num_threads() == 1 and not torch.is_grad_enabled()
+
+    spread(work, ROOMS, range(50))
+    assert sorted(done) == [*range(50)]
+    assert len(workers) == 2 and threading.get_ident() not in workers
+
+
+def test_a_failure_is_told_and_ends_the_work():
+    done = []
+
+    def work(room, pieces):
+        for piece in pieces:
+            if piece == 3:
+                raise ArithmeticError("in a thread")
+            time.sleep(2e-3)
+            done.append(piece)
+
+    with pytest.raises(ArithmeticError, match="in a thread"):
+        spread(work, ROOMS, range(1000))
+    assert len(done) < 20
+
+
+def test_new_threads_still_get_the_process_s_number():
+    before, seen = torch.get_num_threads(), []
+    spread(lambda room, pieces: [*pieces].clear(), ROOMS, range(4))
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert torch.get_num_threads() == before
+    assert seen == [2]  # what the crew's maker left: as many as there are rooms
+
+
+def test_a_thread_that_outlives_the_main_one_still_gets_its_attention():
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr
