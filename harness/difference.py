@@ -89,22 +89,20 @@ class Difference:
         if pair is None or pair[0] is None or pair[1] is None:
             return None
         a, b = float(pair[0]), float(pair[1])
-        return b / a if a > 0 and math.isfinite(a) else math.inf
+        if math.isinf(a):  # so b is finite, or they would be equal
+            return 0.0
+        return b / a if a > 0 else math.inf
 
     @property
     def order(self) -> tuple[float, ...]:
         """Worse status, other status, cells of one run alone, weights, then the largest factor either way."""
         factors = [self.error_factor, self.speed_factor if self.speed_apart else None]
+        # x2 and x0.5 are changes of one size.
         sizes = [
             abs(math.log(factor)) if 0 < factor < math.inf else math.inf for factor in factors if factor is not None
         ]
         kinds = (self.worse, self.status_changed, not self.in_both, bool(self.weights))
         return (*(not kind for kind in kinds), -max(sizes, default=0.0))
-
-
-def _either_way(factor: float) -> float:
-    """x2 and x0.5 are changes of one size."""
-    return abs(math.log(factor)) if 0 < factor < math.inf else math.inf
 
 
 def severity(status: str) -> int:

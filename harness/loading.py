@@ -22,6 +22,7 @@ def load(folders: Folder | Sequence[Folder]) -> pd.DataFrame:
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise BadInput("no folder is given: there is nothing to load")
+    refuse_twice(paths)
     frames = [store.load(path) for path in paths]
     for name, frame in zip(labels(paths), frames, strict=True):
         frame.insert(0, "run", pd.Series(name, index=frame.index, dtype="string"))
@@ -29,6 +30,16 @@ def load(folders: Folder | Sequence[Folder]) -> pd.DataFrame:
     whole = pd.concat(frames, ignore_index=True)
     whole.attrs["missing"] = missing
     return whole
+
+
+def refuse_twice(folders: Sequence[Path]) -> None:
+    """One run under two names would count its cells twice."""
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        first = seen.setdefault(folder.resolve(), folder)
+        if first is not folder:
+            same = "" if first == folder else f", as {first} and as {folder}"
+            raise BadInput(f"{folder.resolve()}: the same folder is given twice{same}")
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.advise import amounts
+from harness.advise import amounts, choose
 from harness.advise.candidates import Candidate, candidates
-from harness.advise.choose import advise, dominates
+from harness.advise.choose import Option, advise, dominates, faster
+from harness.advise.disturbance import Clocks, Disturbance, watch
 from harness.advise.figure import Figure, figure
 from harness.advise.memory import Demand, footprint
 from harness.advise.models import MODELS, Model
@@ -18,6 +19,7 @@ from harness.advise.predict import predict, shapes_of
 from harness.advise.roofline import BEYOND, CACHED, MIB, Pace, Roofline
 from harness.advise.work import Shape, decode_parts
 from harness.cli import main
+from harness.commands import advise as command
 from harness.errors import BadInput
 from harness.report.advice import sentence, size
 
@@ -323,6 +325,10 @@ def test_the_decode_step_that_is_timed_decodes(latent: bool):
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
+def costs(option: Option) -> tuple[float, ...]:
+    return (*option.costs, 0.0 if option.step is None else option.step.value)
+
+
 def test_the_front_is_what_nothing_beats():
     model = MODELS["llama-2-7b"]
     demand = Demand(model, 4096, 1, "bfloat16", 80 * GIB)
@@ -333,7 +339,7 @@ def test_the_front_is_what_nothing_beats():
             one.candidate.label
             for one in advice.options
             for other in advice.options
-            if all(a <= b for a, b in zip(other.costs, one.costs, strict=True)) and other.costs != one.costs
+            if all(a <= b for a, b in zip(costs(other), costs(one), strict=True)) and costs(other) != costs(one)
         }
         assert front == {one.candidate.label for one in advice.options} - beaten
         assert "mqa" in front and "mha" not in front  # mla has as many heads, fewer parameters and a smaller cache
@@ -381,6 +387,45 @@ def test_time_can_keep_it():
     assert chosen is not None and chosen.candidate.label == "mha"
 
 
+@pytest.mark.parametrize(("low", "word"), [(1.0, "no slower within the error"), (2.5, "Keep mha")])
+def test_times_within_the_error_are_no_reason(low: float, word: str):
+    """mla is slower by value; whether that keeps mha is for the intervals to say."""
+    advice = advise(Demand(MODELS["llama-2-7b"], 4096, 1, "bfloat16", 80 * GIB))
+    by_label = {one.candidate.label: one for one in advice.options}
+    mha = replace(by_label["mha"], step=Figure(1.5, 1.0, 2.0))
+    mla = replace(by_label["mla"], step=Figure(3.0, low, 3.5))
+    assert dominates(mla, mha) == (low <= 2.0)
+    assert faster(mha, mla) == (low > 2.0)
+    chosen = choose._choose([mha, mla])
+    assert chosen is not None
+    assert word in sentence(replace(advice, options=(mha, mla), chosen=chosen))
+
+
+def clocks(*readings: Clocks):
+    return iter(readings).__next__
+
+
+@pytest.mark.parametrize(
+    ("last", "others", "said"),
+    [
+        (Clocks(10.0, 19.0, 20.0), 0.1, False),  # nearly all of it was ours
+        (Clocks(10.0, 10.0, 20.0), 1.0, True),  # one core of two
+        (Clocks(10.0, 10.0, 9.0), 0.0, False),  # clocks that tick apart
+    ],
+)
+def test_steady_work_of_others_is_seen(last: Clocks, others: float, said: bool):
+    found = watch(clocks(Clocks(0.0, 0.0, 0.0), last))()
+    assert found.others == pytest.approx(others)
+    assert (found.words is not None) == said
+
+
+def test_where_clocks_are_hidden_the_load_is_asked():
+    hidden = watch(clocks(Clocks(0.0, 0.0, 0.0), Clocks(10.0, 10.0, 0.0)))()
+    assert hidden.others is None
+    assert Disturbance(None, 0.4).words is None and Disturbance(None, None).words is None
+    assert Disturbance(None, 0.5).words == "the load of the minute before was 0.5"
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert main(["advise", "--model", "llama-3.1-405b", "--memory", "1GiB", "--no-measure"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
@@ -406,13 +451,14 @@ def test_rough_times_are_said_to_be(capsys, monkeypatch, spread: float, rough: b
     from harness.advise import roofline
 
     def measure(shapes, dtype, *, told):
-        exact = made_up(shapes)
+        exact = replace(made_up(shapes), disturbance=Disturbance(1.0 if rough else 0.1, 9.0))
         return replace(exact, overhead=dict.fromkeys((False, True), Figure(1e-3, 1e-3, spread)))
 
     monkeypatch.setattr(roofline, "measure", measure)
     assert main(["advise", "--model", "llama-3-8b", "--memory", "80GB", "--verbose"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert ("These times are rough" in printed) == rough
+    assert ("± does not show a steady load" in printed) == rough
     assert "step: one decode step" in printed and "overhead of an MLA step: 1000 µs" in printed
 
 
@@ -432,12 +478,25 @@ def test_own_numbers(capsys):
         (["--embed-dim", "10", "--layers", "1", "--heads", "3"], "must divide --embed-dim (10)"),
         (["--embed-dim", "12", "--layers", "1", "--heads", "4", "--kv-heads", "3"], "must divide heads (4)"),
         (["--model", "llama-3-8b", "--batch", "5000"], "--batch = 5000: decode times are predicted up to 4096"),
+        (["--model", "llama-3-8b", "--params", "1B"], "--params = 1000000000: must be at least 1342177280"),
+        (["--embed-dim", "8", "--layers", "2", "--heads", "2", "--params", "9"], "--params = 9: must be at least"),
         (["--model", "deepseek-v3", "--kv-heads", "3"], "has latent attention, which has none"),
     ],
 )
 def test_bad_input_names_value_and_rule(capsys, arguments, words):
     assert main(["advise", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_other_heads_change_the_published_count():
+    """llama-3-8b with 32 key/value heads has llama-2-7b's attention, 25,165,824 more a layer."""
+    options = argparse.Namespace(
+        model="llama-3-8b", embed_dim=None, layers=None, heads=None, head_dim=None, kv_heads=32, window=None,
+        params=None,
+    )  # fmt: skip
+    assert command._model(options).params == 8_030_261_248 + 32 * (67_108_864 - 41_943_040)
+    options.params = 7 * 10**9
+    assert command._model(options).params == 7 * 10**9
 
 
 def test_a_changed_preset_loses_its_parameter_count(capsys):
@@ -447,16 +506,23 @@ def test_a_changed_preset_loses_its_parameter_count(capsys):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("24GiB", 24 * GIB), ("80GB", 80 * 10**9), ("1.5 kib", 1536), ("8e9", 8 * 10**9), ("7", 7)],
+    [("24GiB", 24 * GIB), ("80GB", 80 * 10**9), ("1.5 kib", 1536), ("8e9", 8 * 10**9), ("7B", 7)],
 )
 def test_memory_sizes(text, number):
     assert amounts.memory_size(text) == number
+
+
+def test_a_few_bytes_of_memory_are_taken_for_a_forgotten_unit():
+    with pytest.raises(argparse.ArgumentTypeError, match="is 24GiB meant"):
+        amounts.memory_size("24")
+    assert amounts.memory_size(str(2**20)) == 2**20
 
 
 def test_counts_stay_exact():
     assert amounts.parameters("671026419201000000001") == 671026419201000000001
     assert amounts.parameters("8B") == 8 * 10**9
     assert amounts.tokens("128k") == 131072
+    assert amounts.tokens("1M") == 1024**2
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "1e999", "nan", "12 parsecs", "1_000", "٣"])
@@ -476,6 +542,4 @@ def test_models_that_are_impossible_are_refused():
 
 
 def test_the_help_names_every_model():
-    from harness.commands import advise as command
-
     assert set(command.EPILOG.partition("examples")[0].split()) - {"models:"} == set(MODELS)

@@ -195,15 +195,37 @@ def test_the_front_is_what_nothing_beats(page: "Chrome") -> None:
     assert front == {"mha": "no", "gqa": "no", "mqa": "yes"}
 
 
+def test_errors_beyond_the_picture_stand_on_its_edge(page: "Chrome") -> None:
+    caption = ask(page, "document.querySelector('[data-picture=errors] figcaption').textContent")
+    assert caption == "1 beyond 5e+2 N, 1 of it infinite, on the upper edge. 1 cell has no error to compare."
+    open_tables(page)
+    rows = ask(page, "document.querySelector('[data-picture=errors] tbody').innerText").splitlines()
+    assert [row for row in rows if "\tinf\t" in row and row.startswith("mqa")]  # among the points drawn
+
+
+def test_squares_keep_room_for_their_numbers(page: "Chrome") -> None:
+    set_width(page, 390)
+    until(lambda: ask(page, "innerWidth") == 390)
+    width = ask(page, "parseFloat(document.querySelector('[data-picture=speed] .chart').style.minWidth)")
+    assert width == 190 + 3 * 44  # three variants
+    last = "[...document.querySelectorAll('#verdict table.plain')][0].rows[1].cells[2]"
+    assert ask(page, f"{last}.getBoundingClientRect().width") >= 320
+
+
 def test_csv_holds_what_is_shown(page: "Chrome") -> None:
     tick(page, "status", "ok")
+    every = "document.querySelector('#cells-table .toggle input').click()"
+    page.execute_script(every)
     page.execute_script("document.querySelector('#cells-table .csv').click()")
+    page.execute_script(every)
     file = page.downloads / "cells.csv"  # type: ignore[attr-defined]
     until(file.exists)
     rows = list(csv.DictReader(io.StringIO(file.read_text(encoding="utf-8"))))
     assert [row["case_id"] for row in rows] == cells(page, "case_id")
     assert [row["err_ratio"] for row in rows if row["status"] == "mismatch"] in (["240", "inf"], ["inf", "240"])
     assert [row["error"] for row in rows if row["status"] == "error"] == ["ValueError: no such mask"]
+    assert {row["bias"] for row in rows} == {"True"}  # as pandas reads it
+    assert ask(page, "document.querySelector('#cells-table td.long div').title") in ("–", "ValueError: no such mask")
 
 
 def test_hovering_shows_the_whole_row(page: "Chrome") -> None:
@@ -293,6 +315,10 @@ def test_more_cells_than_are_drawn(browser: "Chrome", tmp_path: Path, page: "Chr
     assert "The 1,000 worst of 2,000 cells are drawn." in ask(
         browser, "document.querySelector('[data-picture=errors] figcaption').textContent"
     )
-    browser.execute_script("document.querySelector('#cells-table .pager button:last-child').click()")
-    assert "page 2 of 20" in ask(browser, "document.querySelector('#cells-table .pager').textContent")
+    pager = "document.querySelector('#cells-table .pager')"
+    browser.execute_script(f"{pager}.querySelector('button:last-child').focus()")
+    for _ in range(19):  # by keyboard: the button is made anew and keeps the focus
+        browser.execute_script("document.activeElement.click()")
+    assert "page 20 of 20" in ask(browser, f"{pager}.textContent")
+    assert ask(browser, "document.activeElement.textContent") == "Previous"  # there is no next one
     open_page(browser, Path(home.removeprefix("file://")))

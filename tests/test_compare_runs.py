@@ -17,6 +17,7 @@ from harness.difference import Difference, compare_runs, severity
 from harness.errors import BadInput
 from harness.record import COLUMNS, STATUSES, Record
 from harness.report.difference import changes, csv, environment_lines, mark_of, markdown, print_differences
+from harness.report.page import read_run, write_own_page
 from tests.page_runs import HERE, HOSTILE, record, run
 
 
@@ -64,6 +65,17 @@ def test_errors_are_compared_by_factor():
     cell = compared(record(err_ratio=0.5), record(err_ratio=1.5))
     assert cell.error_factor == pytest.approx(3.0)
     assert changes(cell) == ["error/N 0.50 -> 1.50 (x3.00)"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "factor"),
+    [(float("inf"), 0.5, 0.0), (0.5, float("inf"), float("inf")), (0.0, 1.0, float("inf"))],
+)
+def test_from_or_to_infinity_no_factor_is_told(before: float, after: float, factor: float):
+    """An error that was infinite and is not is no growth."""
+    cell = compared(record(err_ratio=before), record(err_ratio=after))
+    assert cell.error_factor == factor
+    assert "(x" not in changes(cell)[0]
 
 
 def timed(value: float, low: float, high: float, **values: Any) -> Record:
@@ -203,6 +215,25 @@ def test_exit_code_says_whether_a_status_got_worse(tmp_path: Path, capsys, layou
     assert "none" in capsys.readouterr().err
 
 
+def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path, capsys):
+    one, other = stored(tmp_path / "one", record()), stored(tmp_path / "other", record("gqa"))
+    assert main(["compare", str(one), str(other)]) == 2
+    assert "nothing in common" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_incomplete_run_is_not_called_equal(tmp_path: Path, capsys):
+    planned = [record(), record("gqa"), record("mqa")]
+    whole, part = stored(tmp_path / "whole", *planned), tmp_path / "part"
+    plan = tuple(one.case_id for one in planned)
+    manifest = store.Manifest("smoke", store.sha256(""), "0", 0, {}, None, plan, ("run", "smoke"))
+    with store.RunFolder.create(part, "smoke", about=store.About(manifest, "", HERE)) as folder:
+        folder.append_all(planned[:1])
+    assert main(["compare", str(whole), str(part)]) == 0
+    assert "B part: INCOMPLETE, 1 cells: 1 ok; 2 missing" in " ".join(capsys.readouterr().out.split())
+    write_own_page(part, read_run(part).frame)
+    assert "part: INCOMPLETE</title>" in (part / "report.html").read_text(encoding="utf-8")
+
+
 def test_load_gives_the_stored_table(tmp_path: Path):
     folder = stored(tmp_path / "one", record(), record("gqa", params=None))
     frame = harness.load(folder)
@@ -228,6 +259,12 @@ def test_load_of_several_names_the_run(tmp_path: Path):
 def test_runs_of_one_name_are_told_apart_by_path(tmp_path: Path):
     one, two = stored(tmp_path / "a" / "run", record()), stored(tmp_path / "b" / "run", record())
     assert harness.load([one, two])["run"].tolist() == [str(one), str(two)]
+
+
+def test_a_folder_is_not_loaded_twice(tmp_path: Path):
+    one = stored(tmp_path / "one", record())
+    with pytest.raises(BadInput, match="given twice"):
+        harness.load([one, tmp_path / "one" / ".." / "one"])
 
 
 def test_loading_nothing_is_an_error():

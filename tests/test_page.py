@@ -102,7 +102,7 @@ def test_every_row_and_column_is_embedded(page: Page) -> None:
             if pd.isna(value):
                 assert found is None
             elif name == "bias":
-                assert found == ("yes" if value else "no")
+                assert found is bool(value)
             elif isinstance(value, float):
                 assert float(found) == pytest.approx(value, rel=1e-4)
             else:
@@ -183,6 +183,60 @@ def test_incomplete_runs_and_differing_environments_are_said() -> None:
     html = build_page([run(record(), label="a"), other])
     assert "incomplete: 1 of 9 cells" in html
     assert '<tr class="warn"><td>torch</td><td>2.13</td><td>-</td></tr>' in html
+
+
+def test_an_incomplete_run_says_so_in_title_and_verdict() -> None:
+    """Not EQUAL in green: 22 of its cells are not there."""
+    part = run(*(record(seq_len=length) for length in range(1, 11)))
+    part.frame.attrs["missing"] = [f"cell-{number}" for number in range(22)]
+    html = build_page([part])
+    assert "<title>run: INCOMPLETE</title>" in html
+    assert '<article class="verdict warn">' in html
+    assert "10 of 32 cells; 22 missing. All 10 cells equal" in Page(html).words
+    assert "<title>run, b: INCOMPLETE</title>" in build_page([part, run(record(), label="b")])
+    assert "<title>run, b: NOT EQUAL</title>" in build_page([part, run(record(status="mismatch"), label="b")])
+
+
+def test_one_cell_is_one_cell() -> None:
+    assert "The one cell equals its reference" in parsed(run(record())).words
+
+
+def test_the_status_stands_first_in_the_list_of_cells_that_are_not_ok() -> None:
+    row = '<tr class="bad"><td>mismatch</td>'
+    bad = record(status="mismatch", err_ratio=99.0)
+    assert row + f"<td>{bad.case_id}</td>" in build_page([run(bad)])
+    assert row + f"<td>a</td><td>{bad.case_id}</td>" in build_page([run(bad, label="a"), run(record(), label="b")])
+
+
+def test_a_kernel_is_named_only_where_a_run_has_several() -> None:
+    one = [run(record(kernel=kernel), label=kernel) for kernel in ("eager", "sdpa")]
+    assert page_rows.combine(one)["series"].tolist() == ["mha · eager", "mha · sdpa"]
+    two = [run(record(kernel="eager"), record(kernel="sdpa"), label="a"), run(record(), label="b")]
+    assert page_rows.combine(two)["series"].tolist() == ["mha · eager · a", "mha · sdpa · a", "mha · eager · b"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([1.0, float("inf")], (0.05, 100.0)),
+        ([0.02, 1e3], (0.01, 2e3)),
+        ([1.0, 1e40], (0.05, 1e6)),
+        ([float("inf"), 0.0], (0.05, 100.0)),
+    ],
+)
+def test_the_picture_of_errors_spans_what_can_be_read(ratios: list[float], expected: tuple[float, float]) -> None:
+    page = parsed(run(*(record(mask=f"m{number}", err_ratio=value) for number, value in enumerate(ratios))))
+    assert page.data["errorRange"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("latency", "drawn"), [(1.01, [b">mha, gqa<"]), (2.0, [b">mha<", b">gqa<"])])
+def test_points_at_one_place_share_a_label(tmp_path: Path, latency: float, drawn: list[bytes]) -> None:
+    rows = [record(variant, phase="decode", kv_bytes_per_token=64.0, latency_ms=time)
+            for variant, time in (("mha", 1.0), ("gqa", latency))]  # fmt: skip
+    figure.save([run(*rows)], tmp_path / "x.svg")
+    svg = (tmp_path / "x.svg").read_bytes()
+    for label in (b">mha<", b">gqa<", b">mha, gqa<", b">gqa, mha<"):
+        assert (label in svg) == (label in drawn)
 
 
 def test_cells_of_one_variant_in_one_picture_have_names_of_their_own() -> None:
@@ -274,6 +328,9 @@ def test_bad_input_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "no equal float32 causal decode cell" in capsys.readouterr().err
     assert main(["report", str(folder), str(folder)]) == 2
     assert "given twice" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(folder)
+    assert main(["report", str(folder), str(tmp_path / "link")]) == 2
+    assert f"as {folder} and as {tmp_path / 'link'}" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "c").mkdir()
     assert labels([tmp_path / "a", tmp_path / "c" / ".." / "a"]) == [f"{tmp_path}/a", f"{tmp_path}/c/../a"]
 

@@ -1,4 +1,4 @@
-"""Bytes, tokens and counts as people write them: 24GiB, 128k, 8e9."""
+"""Bytes, tokens and counts as people write them: 24GiB, 128k, 1M, 8e9."""
 
 import re
 
@@ -12,11 +12,18 @@ NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+]?[0-9]+)?)\s*([a-zA-Z]*)\s*"
 
 def memory_size(text: str) -> int:
     """GiB counts by 1024, GB by 1000, a bare number is bytes."""
-    return _scaled(text, BYTES, "must be an amount of memory, as in 24GiB, 80GB or 8e9")
+    import argparse
+
+    amount = _scaled(text, BYTES, "must be an amount of memory, as in 24GiB, 80GB or 8e9")
+    if amount < 2**20 and text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than a few bytes; is {text.strip()}GiB meant?")
+    return amount
 
 
 def tokens(text: str) -> int:
-    return _scaled(text, {"": 1, "k": 1024}, "must be a positive number of tokens, as in 32768 or 32k")
+    return _scaled(
+        text, {"": 1, "k": 1024, "m": 1024**2}, "must be a positive number of tokens, as in 32768, 32k or 1M"
+    )
 
 
 def parameters(text: str) -> int:

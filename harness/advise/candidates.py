@@ -48,6 +48,11 @@ def candidates(model: Model, dtype: str) -> list[Candidate]:
     return found
 
 
+def own_attention_params(model: Model) -> int:
+    """Of one layer as the model has it."""
+    return _own(model, "float32").attention_params  # a count: the same in every dtype
+
+
 def _own(model: Model, dtype: str) -> Candidate:
     if model.is_latent:
         return _latent(model, dtype, own=True)

@@ -21,9 +21,8 @@ class Option:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """What one wants less of: cache, parameters, time where it is known, and key/value heads given up."""
-        time = () if self.step is None else (self.step.value,)
-        return (self.footprint.bytes_per_token, self.candidate.attention_params, *time, -self.candidate.kv_heads)
+        """What one wants less of and knows exactly: cache, parameters, and key/value heads given up."""
+        return (self.footprint.bytes_per_token, self.candidate.attention_params, -self.candidate.kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Advice:
 
 def advise(demand: Demand, roofline: Roofline | None = None) -> Advice:
     """On the front is what nothing else beats on every cost. Chosen is the model's own variant if it fits and is on the
-    front; else, of what fits, the one with most key/value heads, then the fastest, then the smallest."""
+    front; else, of what fits, the one with most key/value heads, what is faster beyond the error, the smallest."""
     options = [
         Option(one, footprint(one, demand), None if roofline is None else predict(one, demand, roofline))
         for one in candidates(demand.model, demand.dtype)
@@ -45,9 +44,15 @@ def advise(demand: Demand, roofline: Roofline | None = None) -> Advice:
 
 
 def dominates(one: Option, other: Option) -> bool:
-    """Nowhere worse, and somewhere better."""
+    """Nowhere worse, and somewhere better; times within each other's error are neither."""
     pairs = list(zip(one.costs, other.costs, strict=True))
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+    nowhere_worse = all(a <= b for a, b in pairs) and not faster(other, one)
+    return nowhere_worse and (any(a < b for a, b in pairs) or faster(one, other))
+
+
+def faster(one: Option, other: Option) -> bool:
+    """Beyond the error: the two intervals share no number."""
+    return one.step is not None and other.step is not None and one.step.hi < other.step.lo
 
 
 def _choose(options: Sequence[Option]) -> Option | None:
@@ -57,8 +62,7 @@ def _choose(options: Sequence[Option]) -> Option | None:
     pool = fitting if own is None else [own, *(one for one in fitting if dominates(one, own))]
     front = [one for one in pool if not any(dominates(other, one) for other in pool)]
 
-    def preference(one: Option) -> tuple[float, ...]:
-        time = 0.0 if one.step is None else one.step.value
-        return (-one.candidate.kv_heads, time, one.footprint.cache_bytes)
-
-    return min(front, key=preference, default=None)
+    most = max((one.candidate.kv_heads for one in front), default=0)
+    wide = [one for one in front if one.candidate.kv_heads == most]
+    quick = [one for one in wide if not any(faster(other, one) for other in wide)]
+    return min(quick, key=lambda one: one.footprint.cache_bytes, default=None)

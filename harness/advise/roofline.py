@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from harness.advise.disturbance import Disturbance, watch
 from harness.advise.figure import Figure, between
 from harness.advise.work import Part, Shape
 
@@ -33,6 +34,7 @@ class Roofline:
     paces: dict[Shape, Pace]
     overhead: dict[bool, Figure]
     threads: int
+    disturbance: Disturbance | None = None  # None: not watched
 
     def seconds(self, parts: Sequence[Part], *, working_set: int) -> Figure:
         """`working_set`: all bytes that are read between two uses of the same one."""
@@ -73,6 +75,7 @@ def measure(shapes: Sequence[Shape], dtype: str, *, told: Callable[[str], None] 
     from harness.advise import probes
 
     reading, paces = {}, {}
+    finish = watch()
     with torch.inference_mode():
         for size in READ_SIZES:
             told(f"measuring this machine: reading {size // MIB} MiB")
@@ -82,4 +85,4 @@ def measure(shapes: Sequence[Shape], dtype: str, *, told: Callable[[str], None] 
         for shape in dict.fromkeys(shapes):
             told(f"measuring this machine: {shape.kind} with {shape.rows} rows")
             paces[shape] = Pace(probes.pace(shape, dtype, CACHED), probes.pace(shape, dtype, BEYOND))
-    return Roofline(reading, paces, overhead, torch.get_num_threads())
+    return Roofline(reading, paces, overhead, torch.get_num_threads(), finish())

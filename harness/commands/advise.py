@@ -78,10 +78,23 @@ def demand_of(options: argparse.Namespace) -> "Demand":
     from harness.advise.memory import Demand
 
     memory = options.memory if options.memory is not None else psutil.virtual_memory().total
-    return Demand(_model(options), options.context, options.batch, options.dtype, memory)
+    model = _model(options)
+    _check_params(model)
+    return Demand(model, options.context, options.batch, options.dtype, memory)
+
+
+def _check_params(model: "Model") -> None:
+    from harness.advise.candidates import candidates, own_attention_params
+
+    own = own_attention_params(model) if model.existing else None
+    a_layer = own or min(one.attention_params for one in candidates(model, "float32"))
+    least = model.layers * a_layer
+    if model.params is not None and model.params < least:
+        raise BadInput(f"--params = {model.params}: must be at least {least}, what the attention alone has")
 
 
 def _model(options: argparse.Namespace) -> "Model":
+    from harness.advise.candidates import own_attention_params
     from harness.advise.models import MODELS, Model
 
     given = {name: getattr(options, name) for name in OWN if getattr(options, name) is not None}
@@ -95,7 +108,11 @@ def _model(options: argparse.Namespace) -> "Model":
             raise BadInput(f"--kv-heads = {given['kv_heads']}: {model.name} has latent attention, which has none")
         if {"embed_dim", "layers", "heads", "head_dim"} & given.keys() and "params" not in given:
             given["params"] = None  # the published count is of another size
-        return replace(model, **given)
+        changed = replace(model, **given)
+        if "params" not in given and model.params is not None:
+            grown = own_attention_params(changed) - own_attention_params(model)
+            changed = replace(changed, params=model.params + model.layers * grown)
+        return changed
     if lost := [f"--{name.replace('_', '-')}" for name in ("embed_dim", "layers", "heads") if name not in given]:
         raise BadInput(f"{', '.join(lost)}: must be given, or --model, one of {', '.join(MODELS)}")
     if "head_dim" not in given:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from harness.console import terminal
+from harness.errors import BadInput
 from harness.exits import EQUAL, NOT_EQUAL
 
 HELP = "what changed from run A to run B, cell by cell, the largest first"
@@ -13,7 +14,7 @@ Lists the cells of two runs that differ: status, errors, parameters, cache bytes
 Cells are matched by their id; environments that differ are named. Without torch, from the stored records.
 """
 EPILOG = """\
-exit codes:  0 no cell of both runs has a worse status in B   1 one has   2 bad input
+exit codes:  0 no cell of both runs has a worse status in B   1 one has   2 bad input, or no cell is in both
              Errors, sizes, speeds and cells of one run alone are shown, not judged: `harness gate` judges.
 
 examples:
@@ -40,6 +41,8 @@ def execute(options: argparse.Namespace) -> int:
     before, after = (read_run(one, label=label) for one, label in zip(folders, labels(folders), strict=True))
     runs = (before, after)
     cells = compare_runs(before.frame, after.frame)
+    if not any(cell.in_both for cell in cells):
+        raise BadInput(f"{options.before} and {options.after} have nothing in common: no cell is in both")
     if not options.quiet:
         if options.format == "table":
             difference.print_differences(runs, cells, terminal(), everything=options.all)

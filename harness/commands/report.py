@@ -11,8 +11,6 @@ from harness.errors import BadInput
 from harness.exits import EQUAL
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from harness.report.page import Run
 
 log = logging.getLogger(__name__)
@@ -57,11 +55,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
+    from harness.loading import refuse_twice
     from harness.report import rebuild
     from harness.report.terminal import print_summary
 
+    refuse_twice(options.folders)
     frames = [rebuild(folder) for folder in options.folders]
-    runs = _runs(options, frames)
+    runs = _runs(options)
     formats = list(dict.fromkeys(options.format or _default_formats()))
     # A single run's own tables and summary are written already, by `rebuild`.
     own = ("md", "csv") if options.out is None and len(runs) == 1 else ()
@@ -85,22 +85,19 @@ def _default_formats() -> list[str]:
     return ["html"]
 
 
-def _runs(options: argparse.Namespace, frames: "Sequence[pd.DataFrame]") -> "list[Run]":
+def _runs(options: argparse.Namespace) -> "list[Run]":
     from harness.loading import labels
     from harness.report.page import read_run
 
-    if len({str(folder) for folder in options.folders}) != len(options.folders):
-        raise BadInput("the same folder is given twice")
     return [
         read_run(
             folder,
             label=label,
-            notes=tuple(frame.attrs.get("notes", ())),
             baseline=options.baseline,
             # A study belongs to no run: one table of it is enough.
             sensitivity=options.sensitivity if folder == options.folders[0] else None,
         )
-        for folder, label, frame in zip(options.folders, labels(options.folders), frames, strict=True)
+        for folder, label in zip(options.folders, labels(options.folders), strict=True)
     ]
 
 

@@ -25,14 +25,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     from harness import store
-    from harness.report.folder import measured_share, told
+    from harness.report.folder import measured_share
     from harness.report.page import read_run
     from harness.report.show import print_run
 
-    stored = store.read(options.folder)
     run = read_run(options.folder)
-    run.frame.attrs |= told(stored, options.folder)
-    share, elapsed = measured_share(stored.records)
+    share, elapsed = measured_share(store.read(options.folder).records)
     if not options.quiet:
         print_run(run, terminal(), measured_share=share, elapsed=elapsed)
     return EQUAL

@@ -3,11 +3,11 @@
 from rich.console import Console
 from rich.text import Text
 
-from harness.advise.choose import Advice, Option
+from harness.advise.choose import Advice, Option, faster
 from harness.advise.figure import Figure
 from harness.advise.memory import Demand
 from harness.advise.roofline import BEYOND, CACHED, Roofline
-from harness.report.format import ABSENT, count, milliseconds, plain
+from harness.report.format import ABSENT, count, milliseconds, plain, plural
 from harness.report.story import Column
 from harness.report.terminal import fits, table_of
 
@@ -16,12 +16,13 @@ LEGEND = (
     "and with the weights the share of the memory. longest, most: the largest context at this batch and the largest "
     "batch at this context that fit.",
     "*: on the front: no other is as good or better on all of cache, parameters, key/value heads (kv) and, where "
-    "measured, time. How well a model answers is not judged here, and another variant must be trained or converted to.",
+    "measured and beyond its error, time. How well a model answers is not judged here, and another variant must be "
+    "trained or converted to.",
 )
 ROUGH = 0.3  # of a time: with a wider spread it is no more than a hint
 BUSY = "These times are rough: other work on this machine disturbed the measuring. Again when it is quiet?"
 COSTS = {
-    True: "cache, parameters, time and key/value heads at once",
+    True: "cache, parameters, key/value heads and, beyond its error, time at once",
     False: "cache, parameters and key/value heads at once",
 }
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -46,14 +47,24 @@ def print_advice(advice: Advice, console: Console, *, roofline: Roofline | None,
     console.print()
     for line in LEGEND if roofline is None else (*LEGEND, STEP):
         console.print(Text(line, "dim"), highlight=False)
-    if any(option.step is not None and option.step.error > ROUGH for option in advice.options):
-        console.print(Text(BUSY, "yellow"), highlight=False)
+    for line in warnings(advice, roofline):
+        console.print(Text(line, "yellow"), highlight=False)
     if roofline is not None and measurements:
         console.print()
         _print_measurements(roofline, console)
     console.print()
     style = "bold green" if advice.chosen is not None else "bold red"
     console.print(Text(sentence(advice), style), highlight=False)
+
+
+def warnings(advice: Advice, roofline: Roofline | None) -> list[str]:
+    """What makes the times doubtful: samples that spread, and others' work that slows all of them alike."""
+    lines = []
+    if any(option.step is not None and option.step.error > ROUGH for option in advice.options):
+        lines.append(BUSY)
+    if roofline is not None and roofline.disturbance is not None and (words := roofline.disturbance.words):
+        lines.append(f"These times may be too long: {words}. ± does not show a steady load. Again when it is quiet?")
+    return lines
 
 
 def sentence(advice: Advice) -> str:
@@ -77,7 +88,9 @@ def sentence(advice: Advice) -> str:
         needs = f"{own.candidate.label} needs {size(own.footprint.needed)}"
         reason = f"{needs}; of what fits, this has the most key/value heads"
     else:
-        reason = f"nowhere worse than {own.candidate.label} on {COSTS[measured]}"
+        reason = f"nowhere worse than {own.candidate.label} on {COSTS[False]}"
+        if measured:
+            reason += ", and faster" if faster(chosen, own) else ", and no slower within the error"
     return f"Choose {label} for {asked} ({words}): {reason}."
 
 
@@ -89,7 +102,7 @@ def _heads(option: Option) -> str:
 
 def _title(demand: Demand) -> str:
     model = demand.model
-    sizes = f"E {model.embed_dim}, {model.layers} layers, {model.heads} heads of {model.head_dim}"
+    sizes = f"E {model.embed_dim}, {plural(model.layers, 'layer', 'layers')}, {model.heads} heads of {model.head_dim}"
     window = "" if model.window is None else f", window {model.window:,}"
     asked = f"{demand.context:,} tokens x {demand.batch:,}, {demand.dtype}, {size(demand.memory)}"
     return f"{plain(model.name)} ({sizes}{window}): {asked}"

@@ -1,5 +1,6 @@
 """What `harness compare` shows: runs and environments, then cell by cell what changed, as text, Markdown or CSV."""
 
+import math
 from collections.abc import Sequence
 
 import pandas as pd
@@ -86,9 +87,9 @@ def changes(cell: Difference) -> list[str]:
     for title, name, text in (("error/N", "err_ratio", ratio), ("max error", "max_abs_err", small)):
         if pair := cell.pair(name):
             factor = cell.error_factor if name == "err_ratio" else None
-            lines.append(
-                f"{title} {text(pair[0])} -> {text(pair[1])}" + ("" if factor is None else f" (x{ratio(factor)})")
-            )
+            # From or to nothing or infinity there is no factor to tell.
+            known = factor is not None and 0 < factor < math.inf
+            lines.append(f"{title} {text(pair[0])} -> {text(pair[1])}" + (f" (x{ratio(factor)})" if known else ""))
     lines += [f"{name} {_number(a)} -> {_number(b)}" for name, (a, b) in cell.weights.items()]
     if cell.speed_factor is not None:
         sides = " -> ".join(_speed(row) for row in (cell.before, cell.after))
@@ -121,6 +122,7 @@ def _runs(runs: tuple[Run, Run]) -> list[str]:
     verdicts = [judge(run.frame) for run in runs]
     return [
         f"{name}  {plain(run.label)}: {story.headline(verdict)}, {story.counts_line(verdict)}"
+        + (f"; {verdict.missing:,} missing" if verdict.missing else "")
         for name, run, verdict in zip("AB", runs, verdicts, strict=True)
     ]
 

@@ -12,7 +12,7 @@ from harness.errors import BadInput
 from harness.report import story
 from harness.report.page import words
 from harness.report.page.bundle import vega_bundle
-from harness.report.page.rows import AXES, DERIVED, KEY_COLUMNS, combine, embedded
+from harness.report.page.rows import AXES, DERIVED, DIGITS, KEY_COLUMNS, combine, embedded
 from harness.report.page.run import Run
 
 STATIC = Path(__file__).parent / "static"
@@ -56,6 +56,7 @@ def build_page(runs: Sequence[Run]) -> str:
         not_ok=words.not_ok_table(runs),
         variant_tables=words.variant_tables(runs),
         legend=story.LEGEND,
+        digits=DIGITS,
         sensitivity=sensitivity,
         gates=gates,
         environment=words.environment_table(runs),
@@ -78,7 +79,7 @@ def _sections(sensitivity: bool, gates: bool) -> list[Section]:
 
 
 def _payload(runs: Sequence[Run]) -> dict[str, Any]:
-    from harness.report.page.charts import DRAWN, STATUS_COLOURS, page_charts
+    from harness.report.page.charts import DRAWN, STATUS_COLOURS, error_range, page_charts
 
     frame = combine(runs)
     return {
@@ -89,6 +90,7 @@ def _payload(runs: Sequence[Run]) -> dict[str, Any]:
         "derived": DERIVED,
         "drawn": DRAWN,
         "statusColours": STATUS_COLOURS,
+        "errorRange": error_range(frame),
         "charts": page_charts(frame),
     }
 

@@ -11,6 +11,8 @@ from harness.report.summary import EQUAL
 DATA = "rows"
 DRAWN = "drawn"  # the layer whose data the picture's table shows
 OK_UP_TO, DEGRADED_UP_TO = 2.0, 32.0  # in noise floors N
+LARGEST_DRAWN = 1e6  # in noise floors N
+NEAR = 0.06  # of the slowest time: names of points that are closer would lie on each other
 STATUS_COLOURS = {"ok": "#2f9e77", "degraded": "#d9962b", "mismatch": "#d64550"}
 STATUS_SHAPES = {"ok": "circle", "degraded": "triangle-up", "mismatch": "cross"}
 
@@ -79,15 +81,23 @@ def tradeoffs(data: Any, *, variants: Sequence[str], runs: Sequence[str]) -> Any
         )
         .properties(name=DRAWN)
     )
-    # Named where they stand: no legend to look up, and readable without colours.
-    names = base.mark_text(align="center", dy=-17, fontSize=12, fontWeight=500).encode(y=y, text="series:N")
+    rings = base.transform_filter("datum.front").mark_point(size=620, strokeWidth=1.25, color="#808080").encode(y=y)
+    # Named where they stand: no legend to look up, and readable without colours. Points at one place share one label.
+    names = (
+        base.transform_filter("datum.from_top == 1")
+        .transform_calculate(names="join(pluck(datum.here, 'series'), ', ')")
+        .mark_text(align="center", dy=-19, fontSize=12, fontWeight=500)
+        .encode(y=y, text="names:N")
+    )
     ordered: dict[str, Any] = {
         "groupby": ["setting"],
         "sort": [alt.SortField("kv_bytes_per_token"), alt.SortField("latency_ms")],
         "ignorePeers": True,
     }
+    column = ["setting", "kv_bytes_per_token"]
+    upwards: dict[str, Any] = {"groupby": column, "sort": [alt.SortField("latency_ms")], "ignorePeers": True}
     return (
-        alt.layer(front, bars, points, names, data=data)
+        alt.layer(front, bars, rings, points, names, data=data)
         # In order of the cache, a cell is on the front if it is faster than all before it. Two steps, because Vega's
         # frames always hold the row itself.
         .transform_window(best_so_far="min(latency_ms)", frame=[None, 0], **ordered)
@@ -100,6 +110,16 @@ def tradeoffs(data: Any, *, variants: Sequence[str], runs: Sequence[str]) -> Any
             high_ms="datum.latency_ms * datum.latency_ratio_hi / datum.latency_ratio",
             # One disturbed sample must not press all points to the floor.
             cut_ms="min(datum.high_ms, 1.25 * datum.slowest)",
+        )
+        # One place: the same cache, and each time near the one below it.
+        .transform_window(below="lag(latency_ms)", **upwards)
+        .transform_calculate(
+            apart=f"isValid(datum.below) && datum.latency_ms - datum.below > {NEAR} * datum.slowest ? 1 : 0"
+        )
+        .transform_window(place="sum(apart)", frame=[None, 0], **upwards)
+        .transform_joinaggregate(here="values(series)", groupby=[*column, "place"])
+        .transform_window(
+            from_top="row_number()", groupby=[*column, "place"], sort=[alt.SortField("latency_ms", order="descending")]
         )
     )
 
@@ -131,13 +151,19 @@ def curve(field: str, title: str, *, variants: Sequence[str], runs: Sequence[str
     return alt.layer(lines, points, data=alt.NamedData(DATA)).properties(width="container", height=230)
 
 
-def errors(frame: pd.DataFrame) -> Any:
-    """Each cell's error in noise floors over its budget: float64 stands far left, the half types far right."""
+def error_range(frame: pd.DataFrame) -> tuple[float, float]:
+    """What the picture of errors spans. Beyond it, and that is said, cells stand on the edge: infinite errors, an exact
+    zero, and what is so large that the limits would be squeezed to a line."""
     ratios = frame["err_ratio"].astype("float64")
     finite = ratios[(ratios > 0) & (ratios < float("inf"))]
-    low = min(0.05, float(finite.min()) / 2) if len(finite) else 0.05
-    high = max(100.0, float(finite.max()) * 2) if len(finite) else 100.0
-    # Clamped: an infinite error stands on the upper edge, an exact zero on the lower one.
+    if finite.empty:
+        return 0.05, 100.0
+    return min(0.05, float(finite.min()) / 2), min(LARGEST_DRAWN, max(100.0, float(finite.max()) * 2))
+
+
+def errors(frame: pd.DataFrame) -> Any:
+    """Each cell's error in noise floors over its budget: float64 stands far left, the half types far right."""
+    low, high = error_range(frame)
     y = alt.Scale(type="log", domain=[low, high], clamp=True, nice=False)
     bounds = [("ok", low, OK_UP_TO), ("degraded", OK_UP_TO, DEGRADED_UP_TO), ("mismatch", DEGRADED_UP_TO, high)]
     zones = alt.Chart(alt.InlineData(values=[{"zone": zone, "from": a, "to": b} for zone, a, b in bounds]))
@@ -147,7 +173,7 @@ def errors(frame: pd.DataFrame) -> Any:
             "from:Q",
             scale=y,
             title="error ÷ noise floor N",
-            axis=alt.Axis(values=_marks(low, high), format="~g", grid=False),
+            axis=alt.Axis(values=_marks(low, high), labelExpr=MARK, grid=False),
         ),
         y2="to:Q",
         color=alt.Color("zone:N", scale=colour, legend=None),
@@ -167,13 +193,16 @@ def errors(frame: pd.DataFrame) -> Any:
         .mark_point(size=36, opacity=0.75, strokeWidth=1.5, tooltip={"content": "data"})
         .encode(
             x=x,
-            y=alt.Y("err_ratio:Q", scale=y),
+            y=alt.Y("err_drawn:Q", scale=y),
             color=alt.Color("status:N", scale=colour, legend=None),
             shape=alt.Shape("status:N", scale=shape, legend=None),
         )
         .properties(name=DRAWN)
     )
     return alt.layer(bands, words, points).properties(width="container", height=340)
+
+
+MARK = "datum.value < 1e4 ? format(datum.value, '~g') : format(datum.value, '.0e')"
 
 
 def _marks(low: float, high: float) -> list[float]:

@@ -1,7 +1,7 @@
 """All runs in one table, as the page embeds it: column by column, each repeated word once, floats to five digits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -42,15 +42,15 @@ def embedded(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _column(name: str, values: pd.Series) -> dict[str, Any]:
     """`words` and the index of each row's word where words repeat, else the values themselves."""
+    plainly: Callable[[Any], Any]
     if pd.api.types.is_bool_dtype(values):
-        values = values.map({True: "yes", False: "no"})
-    number = pd.api.types.is_numeric_dtype(values)
-    whole = number and pd.api.types.is_integer_dtype(values)
-    plain = [
-        None if not there else int(value) if whole else _rounded(float(value)) if number else str(value)
-        for value, there in zip(values, values.notna(), strict=True)
-    ]
-    column: dict[str, Any] = {"name": name, "kind": "number" if number else "text"}
+        kind, plainly = "flag", bool
+    elif pd.api.types.is_numeric_dtype(values):
+        kind, plainly = "number", int if pd.api.types.is_integer_dtype(values) else _rounded
+    else:
+        kind, plainly = "text", str
+    plain = [plainly(value) if there else None for value, there in zip(values, values.notna(), strict=True)]
+    column: dict[str, Any] = {"name": name, "kind": kind}
     order = {word: index for index, word in enumerate(dict.fromkeys(plain))}
     if len(order) * REPEATED > len(plain):
         return column | {"values": plain}
@@ -59,7 +59,7 @@ def _column(name: str, values: pd.Series) -> dict[str, Any]:
     return column | {"words": list(order), "values": [order[word] for word in plain]}
 
 
-def _rounded(value: float) -> float | int | str | None:
+def _rounded(value: float) -> float | int | str:
     """JSON has no infinity, yet an infinite error is a result: it travels as a word."""
     if math.isinf(value):
         return "inf" if value > 0 else "-inf"
@@ -85,9 +85,10 @@ def _setting(frame: pd.DataFrame, *, length: bool) -> pd.Series:
 def _series(frame: pd.DataFrame) -> pd.Series:
     """A point's name: the variant, and whatever else tells it from its neighbours in the same picture."""
     name = frame["variant"].astype(str)
-    for column, word in (("kernel", ""), ("run", "")):
-        if frame[column].nunique() > 1:
-            name = name + " · " + word + frame[column].astype(str)
+    if (frame.groupby("run")["kernel"].nunique() > 1).any():  # else the run's name says which
+        name = name + " · " + frame["kernel"].astype(str)
+    if frame["run"].nunique() > 1:
+        name = name + " · " + frame["run"].astype(str)
     alike = [frame[column].astype(str) for column in ("run", "setting", "phase", "variant", "kernel")]
     for column, word in OPTIONS.items():
         written = frame[column].astype("string").fillna("none")

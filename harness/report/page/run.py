@@ -10,6 +10,7 @@ from harness import store
 from harness.environment import Environment
 from harness.errors import BadInput
 from harness.gate import Finding, gate
+from harness.report.folder import told
 
 SABOTEURS, THRESHOLDS = "sensitivity.csv", "cells.csv"
 
@@ -40,21 +41,25 @@ def read_run(
     folder: Path,
     *,
     label: str | None = None,
-    notes: tuple[str, ...] = (),
     baseline: Path | None = None,
     sensitivity: Path | None = None,
 ) -> Run:
-    """From a run's stored records; `baseline` asks the gate, `sensitivity` is the folder of a study."""
+    """From a run's stored records; `baseline` asks the gate, `sensitivity` is the folder of a study.
+
+    `frame.attrs` holds what `told` says, as after `rebuild`: without it an incomplete run would look whole.
+    """
     folder = Path(folder)
     stored = store.read(folder)
     config = folder / store.CONFIG
+    frame = store.table(stored.records)
+    frame.attrs |= told(stored, folder)
     return Run(
         label=label or folder.resolve().name,
-        frame=store.table(stored.records),
+        frame=frame,
         environment=store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None,
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
         command=_command(stored.manifest),
-        notes=notes or ((stored.lack,) if stored.lack else ()),
+        notes=tuple(frame.attrs.get("notes", ())),
         findings=None if baseline is None else gate(folder, baseline),
         sensitivity=None if sensitivity is None else read_sensitivity(sensitivity),
     )

@@ -10,9 +10,11 @@ from harness.record import FAILING
 from harness.report import story
 from harness.report.format import ABSENT, first_line, plain, plural, ratio, small
 from harness.report.page.run import Run, Sensitivity
-from harness.report.summary import EQUAL, judge, not_ok, summarise
+from harness.report.summary import EQUAL, Verdict, judge, not_ok, summarise
 
 SHOWN = 20  # cells that are not ok, above the table of all
+# Of each headline that `story` knows, the worst first: a page is as good as its worst run.
+TONES = {"NOT EQUAL": "bad", "INCOMPLETE": "warn", "NOTHING COMPARED": "none", "EQUAL": "good"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ def card(run: Run) -> Card:
     return Card(
         label=plain(run.label),
         headline=headline,
-        tone={"EQUAL": "good", "NOT EQUAL": "bad"}.get(headline, "none"),
-        sentence=_sentence(verdict.cells, equal),
+        tone=TONES[headline],
+        sentence=_sentence(verdict, equal),
         statuses=tuple((status, f"{number:,}") for status, number in verdict.statuses.items()),
         worst=story.worst_line(verdict),
         worst_cell=plain(verdict.worst_case_id),
@@ -70,9 +72,18 @@ def card(run: Run) -> Card:
     )
 
 
-def _sentence(cells: int, equal: int) -> str:
+def _sentence(verdict: Verdict, equal: int) -> str:
+    known = _equal_sentence(verdict.cells, equal)
+    if not verdict.missing:
+        return known
+    return f"{verdict.cells:,} of {verdict.cells + verdict.missing:,} cells; {verdict.missing:,} missing. {known}"
+
+
+def _equal_sentence(cells: int, equal: int) -> str:
     if not equal:
         return "No cell was found equal to its reference." if cells else "The run has no cells."
+    if equal == cells == 1:
+        return "The one cell equals its reference within what rounding explains."
     if equal == cells:
         return f"All {plural(cells, 'cell', 'cells')} equal their reference within what rounding explains."
     rest = f"{cells - equal:,} do not, or were not compared"
@@ -80,9 +91,9 @@ def _sentence(cells: int, equal: int) -> str:
 
 
 def not_ok_table(runs: Sequence[Run]) -> Table:
-    titles = ("run", "status", "cell", "why")
+    titles = ("status", "run", "cell", "why")
     rows = [
-        Row((plain(run.label), str(row["status"]), plain(row["case_id"]), story.explain(row)), tone_of(row["status"]))
+        Row((str(row["status"]), plain(run.label), plain(row["case_id"]), story.explain(row)), tone_of(row["status"]))
         for run in runs
         for row in not_ok(run.frame).head(SHOWN).to_dict("records")
     ]
@@ -194,8 +205,8 @@ def _left(titles: Sequence[str]) -> tuple[Column, ...]:
 def _without_single_run(table: Table, runs: Sequence[Run]) -> Table:
     if len(runs) > 1:
         return table
-    rows = tuple(Row(row.cells[1:], row.tone) for row in table.rows)
-    return Table(table.title, table.caption, table.columns[1:], rows)
+    rows = tuple(Row((row.cells[0], *row.cells[2:]), row.tone) for row in table.rows)
+    return Table(table.title, table.caption, (table.columns[0], *table.columns[2:]), rows)
 
 
 def title_of(runs: Sequence[Run]) -> str:
@@ -205,4 +216,4 @@ def title_of(runs: Sequence[Run]) -> str:
 def headline_of(cards: Sequence[Card]) -> str:
     """The worst of all runs: a page is as good as its worst run."""
     found = {one.headline for one in cards}
-    return next((word for word in ("NOT EQUAL", "NOTHING COMPARED") if word in found), "EQUAL")
+    return next(word for word in TONES if word in found)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def write_own_page(folder: Path, frame: pd.DataFrame) -> None:
     if lost := missing_packages():
         log.warning("no %s: it needs %s (the `report` extra)", PAGE, ", ".join(lost))
     else:
-        write_page([read_run(folder, notes=tuple(frame.attrs.get("notes", ())))], folder / PAGE)
+        write_page([replace(read_run(folder), frame=frame)], folder / PAGE)
 
 
 def write_page(runs: Sequence[Run], path: Path) -> None:

@@ -10,6 +10,11 @@ const pick = (fields) => (row) => {
   return copy;
 };
 const isJudged = (row) => row.err_ratio !== null && row.err_budget > 0;
+// Where it is drawn: an infinite error, or one beyond the picture, stands on the edge, and the caption counts it.
+const [lowestDrawn, highestDrawn] = page.errorRange;
+for (const row of allRows) {
+  if (isJudged(row)) row.err_drawn = Math.min(Math.max(row.err_ratio, lowestDrawn), highestDrawn);
+}
 const worstFirst = allRows.filter(isJudged).sort((a, b) => b.err_ratio - a.err_ratio);
 
 // The squares of the heat map: the geometric mean of the ratios behind each, in doublings, so that x2 and x0.5 cancel.
@@ -48,13 +53,13 @@ const pictures = {
     },
     table: () => names("series", "run", "front", "kv_bytes_per_token", "latency_ms", "low_ms", "high_ms", "params", "case_id"),
     none: "no equal decode cell among the rows shown",
-    say: () => "On the dashed front nothing is both smaller and faster. Latencies of different cells are timed apart; a whisker far above all points is cut.",
+    say: () => "On the dashed front, ringed, nothing is both smaller and faster. Latencies of different cells are timed apart; a whisker far above all points is cut.",
   },
   prefill: curveOf("prefill", "latency_ms"),
   decode: curveOf("decode", "latency_ms"),
   cache: curveOf("decode", "kv_cache_bytes"),
   errors: {
-    fields: ["err_budget", "err_ratio", "status"],
+    fields: ["err_budget", "err_drawn", "status"],
     choose: (rows) => {
       const shown = new Set(rows);
       const worst = [];
@@ -70,7 +75,10 @@ const pictures = {
       const judged = rows.filter(isJudged).length;
       const left = judged > drawn ? `The ${show(drawn)} worst of ${show(judged)} cells are drawn. ` : "";
       const without = rows.length - judged;
-      return left + (without ? `${show(without)} ${without === 1 ? "cell has" : "cells have"} no error to compare.` : "");
+      const beyond = rows.filter((row) => isJudged(row) && row.err_ratio > highestDrawn);
+      const infinite = beyond.filter((row) => row.err_ratio === Infinity).length;
+      const edge = beyond.length ? `${show(beyond.length)} beyond ${highestDrawn.toExponential(0)} N, ${show(infinite)} of ${beyond.length === 1 ? "it" : "them"} infinite, on the upper edge. ` : "";
+      return left + edge + (without ? `${show(without)} ${without === 1 ? "cell has" : "cells have"} no error to compare.` : "");
     },
   },
   speed: {
@@ -78,6 +86,8 @@ const pictures = {
     choose: (rows) => squares(rows.filter((row) => isEqual(row) && row.latency_ratio > 0)),
     table: () => [{ name: "place", kind: "text" }, ...names("series", "ratio", "smallest", "largest", "cells")],
     none: "no equal cell among the rows shown was timed",
+    // Room for a number in each square; a narrow screen scrolls the picture in its box.
+    least: () => 190 + 44 * distinct(allRows.filter((row) => isEqual(row) && row.latency_ratio > 0), "series").length,
     say: () => "Blue is faster than the reference, orange slower; the colour is full at a factor of 4.",
   },
 };
@@ -139,6 +149,7 @@ function look() {
 async function draw(picture, rows) {
   const host = picture.figure.querySelector(".chart");
   const chart = page.charts[picture.figure.dataset.picture];
+  if (picture.least) host.style.minWidth = `${picture.least()}px`;
   const spec = { ...chart, description: host.dataset.description, datasets: { ...chart.datasets, rows } };
   // `ast`: expressions are interpreted, never compiled, so that the page may forbid eval.
   const made = await vegaEmbed(host, spec, {

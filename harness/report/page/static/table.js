@@ -72,7 +72,9 @@ class DataTable {
       const line = document.createElement("tr");
       for (const { name, kind } of columns) {
         const cell = line.insertCell();
-        cell.textContent = show(row[name]);
+        const text = show(row[name]);
+        if (name === "error") cell.append(element("div", { title: text }, text)); // two lines of it; all when pointed at
+        else cell.textContent = text;
         if (kind === "number") cell.className = "number";
         else if (name === "status") cell.className = `status status-${row[name]}`;
         else if (name === "error") cell.className = "long";
@@ -80,11 +82,18 @@ class DataTable {
       return line;
     }));
     this.count.textContent = `${show(rows.length)} ${rows.length === 1 ? "row" : "rows"}`;
-    const step = (by) => () => { this.at += by; this.render(); };
+    const step = (by) => () => { this.at += by; this.render(); this.focusPager(by); };
     const button = (word, by, off) => element("button", { type: "button", onclick: step(by), disabled: off }, word);
     this.pager.hidden = last === 0;
     this.pager.replaceChildren(button("Previous", -1, this.at === 0), `page ${this.at + 1} of ${last + 1}`,
       button("Next", 1, this.at === last));
+  }
+
+  // The buttons are made anew: the one just used keeps the focus, or at either end the other one.
+  focusPager(by) {
+    const [previous, next] = this.pager.querySelectorAll("button");
+    const [used, other] = by > 0 ? [next, previous] : [previous, next];
+    (used.disabled ? other : used).focus();
   }
 
   csv() {
@@ -105,6 +114,7 @@ const FORMULA = /^[=+\-@\t\r]/;
 
 function csvCell(value) {
   if (value === null || value === undefined) return "";
+  if (typeof value === "boolean") return value ? "True" : "False"; // as in results.csv
   if (typeof value === "number") return Number.isFinite(value) ? String(value) : value > 0 ? "inf" : "-inf";
   const text = FORMULA.test(value) ? `'${value}` : String(value);
   return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
