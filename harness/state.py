@@ -98,14 +98,17 @@ def _set_backends(value: dict[str, bool]) -> None:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_on)
 
 
+# By torch's own functions under torch.backends, whose attributes refuse to be set once torch.testing was imported.
+PRECISIONS = (("generic", "all"), ("mkldnn", "all"), ("mkldnn", "matmul"))
+
+
 def _precision() -> tuple[str, ...]:
-    mkldnn: Any = torch.backends.mkldnn
-    return (torch.backends.fp32_precision, mkldnn.fp32_precision, mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
+    return tuple(torch._C._get_fp32_precision_getter(*place) for place in PRECISIONS)
 
 
 def _set_precision(value: tuple[str, ...]) -> None:
-    mkldnn: Any = torch.backends.mkldnn
-    torch.backends.fp32_precision, mkldnn.fp32_precision, mkldnn.matmul.fp32_precision = value  # type: ignore[attr-defined]
+    for place, precision in zip(PRECISIONS, value, strict=True):
+        torch._C._set_fp32_precision_setter(*place, precision)
 
 
 def _matmul_precision() -> str:
