@@ -6,6 +6,7 @@ python -m bench.overhead [--cases 200] [--rounds 3]
 import argparse
 import time
 from collections.abc import Iterator
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -76,14 +77,14 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    table = Table("measured", "lowest", "highest", "target")
+    table = Table("measured", "lowest", "median", "highest", "target")
     spent = list(overheads(options.cases, options.rounds))
     for name, values, target in (
         ("ms per case beyond its own work", [ms for ms, _ in spent], f"< {TARGET_MS:g}"),
         ("parent's share of a core", [share for _, share in spent], ""),
         ("two workers against one", list(speedups(options.cases, options.rounds)), f">= {TARGET_SPEEDUP:g}"),
     ):
-        table.add_row(name, f"{min(values):.3g}", f"{max(values):.3g}", target)
+        table.add_row(name, *(f"{value:.3g}" for value in (min(values), median(values), max(values))), target)
     Console().print(table)
 
 
