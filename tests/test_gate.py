@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness import gate as gates
 from harness import store
 from harness.environment import Environment
-from harness.gate import EXACT, Finding, GateError, accept, compare_exact, gate
+from harness.gate import exact as gates
+from harness.gate.exact import EXACT, Finding, GateError, accept, compare_exact, gate
 from harness.record import Record
 from harness.store import RunFolder
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness import store
 from harness.cli import main
 from harness.errors import BadInput
-from harness.gate import Finding
+from harness.gate.exact import Finding
 from harness.loading import labels
 from harness.record import COLUMNS
 from harness.report import figure

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from harness import report, store
 from harness.environment import Environment
-from harness.gate import Finding
+from harness.gate.exact import Finding
 from harness.record import Record
 from harness.report import format as fmt
 from harness.report.folder import measured_share

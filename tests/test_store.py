@@ -349,7 +349,7 @@ def test_config_and_environment(run: RunFolder) -> None:
         store.read_environment(run.path)
 
 
-@pytest.mark.parametrize("module", ["harness.store", "harness.gate", "harness.report", "harness.report.terminal"])
+@pytest.mark.parametrize("module", ["harness.store", "harness.gate.exact", "harness.report", "harness.report.terminal"])
 def test_imports_without_torch(module: str) -> None:
     code = f"import sys; sys.modules['torch'] = None; import {module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

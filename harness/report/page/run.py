@@ -9,7 +9,7 @@ import pandas as pd
 from harness import store
 from harness.environment import Environment
 from harness.errors import BadInput
-from harness.gate import Finding, gate
+from harness.gate.exact import Finding, gate
 from harness.report.folder import told
 
 SABOTEURS, THRESHOLDS = "sensitivity.csv", "cells.csv"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from harness.environment import Environment
-from harness.gate import Finding
+from harness.gate.exact import Finding
 from harness.record import FAILING
 from harness.report import story
 from harness.report.format import ABSENT, first_line, plain, plural, ratio, small
