@@ -52,6 +52,27 @@ def status(candidate: Any, golden: Tensor | None = None, **options: Any) -> str:
     return judge("out", candidate, [off_by(golden, R_ERR)], [golden], **options).status
 
 
+# Float64, where the golden is no more exact than the reference
+
+
+@pytest.mark.parametrize(("error", "expected"), [(4.0, "ok"), (4.1, "degraded"), (70.0, "mismatch")])
+def test_a_float64_reference_that_is_the_golden_itself_lends_its_conditioning(error: float, expected: str) -> None:
+    golden, moved, jitter = ones(8, 16), ones(8, 16), 2.0**-30
+    moved += jitter
+    verdict = judge("out", golden + error * jitter, [golden, moved], [golden, moved])
+    assert verdict.status == expected
+    assert verdict.ref_max_abs_err == 0.0  # told as it was measured
+    assert verdict.err_ratio == pytest.approx(error / 2, rel=1e-3)
+
+
+def test_a_float64_reference_with_errors_of_its_own_is_counted_as_it_is() -> None:
+    golden, moved, jitter = ones(8, 16), ones(8, 16), 2.0**-30
+    moved += jitter
+    own = golden + jitter / 4
+    verdict = judge("out", golden + 4.0 * jitter, [own, moved], [golden, moved])
+    assert verdict.status == "degraded"  # N = 2 * jitter / 4 + jitter
+
+
 # Over the whole tensor
 
 
