@@ -11,9 +11,10 @@ torch.func, forward-mode derivatives and tracing, eager's lines run.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +32,12 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    if call.need_weights or q.is_meta or 0 in (q.numel(), k.numel(), v.numel()) or is_transformed():
+    if call.need_weights or q.is_meta or 0 in (q.numel(), k.numel(), v.numel()) or _is_transformed():
         return eager(q, k, v, call)
     return run_tiled(q, k, v, call, choose_tiling(q, k, call)), None
 
 
-def is_transformed() -> bool:
+def _is_transformed() -> bool:
     """By something that must see plain operations, in this thread and not in place."""
     return (
         torch.compiler.is_compiling()
@@ -166,10 +167,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tilin
     if call.bias is None and call.softcap is None and call.sinks is None and seed is None:
         threads = torch.get_num_threads() if q.device.type == "cpu" else 1
         rooms = [_workspace(q, k, v, tiling) for _ in range(threads)]
-        pieces = (_piece(q, k, v, out, tile) for tile in tiles(q, k, call, tiling))
+        pieces = _pieces(q, k, v, out, tiles(q, k, call, tiling))
         spread(functools.partial(_fill, call.scale), rooms, pieces)
-        # Powers of two, and sums that are divided last, overflow a little sooner: then once more by eager's lines.
-        if not out.numel() or bool(torch.linalg.vector_norm(out, float("inf")).isfinite()):
+        # Sums that are divided last overflow a little sooner: then once more by eager's lines. A sum of what is finite
+        # may overflow too, and merely takes the longer way; a maximum would take ten times as long to find.
+        if math.isfinite(float(out.sum(dtype=rooms[0].dtype))):
             return out
     todo = tiles(q, k, call, tiling)
     for w in _weigh(q, k, v, call, _workspace(q, k, v, tiling), todo, seed=seed, for_gradients=False):
@@ -178,40 +180,56 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tilin
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One tile's views. At each call of torch's two threads may dispute Python's lock, so there are few of them."""
+class _Piece(NamedTuple):
+    """One tile's views."""
 
     q: Tensor  # (h, G*r, D)
     k: Tensor  # (h, D, s)
     v: Tensor  # (h, s, D_v)
-    out: Tensor  # (h, G*r, D_v) if that is a view, else (h*G, r, D_v)
+    out: Tensor  # (h, r, D_v), with G > 1 (h*G, r, D_v)
     tile: Tile
 
 
-def _piece(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tile: Tile) -> _Piece:
-    h = tile.kv_heads.stop - tile.kv_heads.start
-    own_q, own_out = q[tile.batch, tile.heads, tile.rows], out[tile.batch, tile.heads, tile.rows]
-    own_k, own_v = k[tile.batch, tile.kv_heads, tile.keys], v[tile.batch, tile.kv_heads, tile.keys]
-    return _Piece(own_q.reshape(h, -1, q.shape[3]), own_k.mT, own_v, own_out, tile)
+def _pieces(q: Tensor, k: Tensor, v: Tensor, out: Tensor, todo: Iterable[Tile]) -> Iterator[_Piece]:
+    """Threads wait for each other here and at Python's lock, so views are made seldom and cheaply."""
+    L, (S, D), G = q.shape[2], k.shape[2:], q.shape[1] // k.shape[1]
+    of_heads: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    for tile in todo:
+        key = tile.batch, tile.kv_heads.start
+        if key not in of_heads:
+            own_q, own_out = (t[tile.batch, tile.heads] for t in (q, out))
+            own_k, own_v = (t[tile.batch, tile.kv_heads] for t in (k, v))
+            of_heads[key] = own_q, own_k.mT, own_v, own_out
+        own_q, own_k, own_v, own_out = of_heads[key]
+        rows, keys = tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
+        if rows != L:
+            own_q, own_out = (t.narrow(1, tile.rows.start, rows) for t in (own_q, own_out))
+        if keys != S:
+            own_k, own_v = own_k.narrow(2, tile.keys.start, keys), own_v.narrow(1, tile.keys.start, keys)
+        yield _Piece(own_q if G == 1 else own_q.reshape(-1, G * rows, D), own_k, own_v, own_out, tile)
 
 
 def _fill(scale: float, workspace: Tensor, pieces: Iterator[_Piece]) -> None:
     """Eager's lines in powers of two: exp2 takes half the time of exp."""
+    shape, scores, mixed = None, workspace, workspace
     for piece in pieces:
-        q, k, v = (t if t.dtype == workspace.dtype else t.to(workspace.dtype) for t in (piece.q, piece.k, piece.v))
-        h, rows, s = *q.shape[:2], k.shape[2]
-        scores = workspace[: h * rows * s].view(h, rows, s)
+        q, k, v = (t if t.dtype == workspace.dtype else t.to(workspace.dtype) for t in piece[:3])
+        h, rows, s, D_v = *q.shape[:2], k.shape[2], v.shape[2]
+        if shape != (h, rows, s, D_v):
+            shape = (h, rows, s, D_v)
+            scores = workspace[: h * rows * s].view(h, rows, s)
+            mixed = workspace[h * rows * s :][: h * rows * D_v].view(h, rows, D_v)
         torch.baddbmm(scores, q, k, beta=0, alpha=scale, out=scores)
         for zone in piece.tile.zones:
             shown = scores.view(*piece.out.shape[:2], s)[..., zone.keys]
             torch.minimum(shown, zone.ceiling, out=shown)
         total = _to_powers_of_two(scores, has_dead_rows=piece.tile.has_dead_rows)
-        mixed = workspace[h * rows * s :][: h * rows * v.shape[2]].view(h, rows, -1)
         torch.bmm(scores, v, out=mixed)
-        if mixed.shape != piece.out.shape:
-            mixed, total = mixed.view(piece.out.shape), total.view(*piece.out.shape[:2], 1)
-        torch.div(mixed, total, out=piece.out)  # smaller than the weights
+        if mixed.shape == piece.out.shape:
+            torch.div(mixed, total, out=piece.out)  # smaller than the weights
+        else:
+            by_head = mixed.view(piece.out.shape)
+            torch.div(by_head, total.view(*by_head.shape[:2], 1), out=piece.out)
 
 
 def _to_powers_of_two(scores: Tensor, *, has_dead_rows: bool) -> Tensor:
