@@ -67,3 +67,19 @@ def test_new_threads_still_get_the_process_s_number():
 def test_a_thread_that_outlives_the_main_one_still_gets_its_attention():
     done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_a_failure_is_told_when_nobody_works_any_more():
+    working = threading.Event()
+
+    def work(room, pieces):
+        if next(pieces) == 0:
+            working.wait(10)
+            raise ArithmeticError
+        working.set()
+        time.sleep(0.1)
+        working.clear()
+
+    with pytest.raises(ArithmeticError):
+        spread(work, ROOMS, range(2))
+    assert not working.is_set()

@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -40,15 +40,52 @@ def spread(work: Callable[[Tensor, Iterator[T]], None], rooms: Sequence[Tensor],
 
     with _MAKING:
         crew = _crew(len(rooms), os.getpid())
-    started = []
-    for room in rooms:
+    _finish([crew.start(functools.partial(one_thread, room)) for room in rooms])
+
+
+class _Task:
+    """A call for another thread. A future of `concurrent.futures` does the same in five times the time."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.failure: BaseException | None = None
+        self.done = threading.Lock()
+        self.done.acquire()  # released by whoever has done it
+
+    def run(self) -> None:
         try:
-            started.append(crew.submit(one_thread, room))
-        except RuntimeError:  # the interpreter is about to end, and starts nothing more
-            one_thread(room)
-    wait(started)
-    for each in started:
-        each.result()
+            self.call()
+        except BaseException as failure:  # raised where the answer is waited for
+            self.failure = failure
+        finally:
+            self.done.release()
+
+
+def _finish(tasks: Sequence[_Task]) -> None:
+    """All of them first: a caller who is told of a failure must not find the others still at work."""
+    for task in tasks:
+        task.done.acquire()
+    for task in tasks:
+        if task.failure is not None:
+            raise task.failure
+
+
+class _Crew:
+    """Threads that wait for calls as long as the process lives."""
+
+    def __init__(self, threads: int) -> None:
+        self.tasks: SimpleQueue[_Task] = SimpleQueue()
+        for number in range(threads):
+            threading.Thread(target=self._serve, name=f"tiles-{number}", daemon=True).start()
+
+    def start(self, call: Callable[[], object]) -> _Task:
+        task = _Task(call)
+        self.tasks.put(task)
+        return task
+
+    def _serve(self) -> None:
+        while True:
+            self.tasks.get().run()
 
 
 def _is_watched() -> bool:
@@ -69,22 +106,20 @@ def _shared(pieces: Iterable[T], failed: threading.Event) -> Iterator[T]:
 
 
 @functools.cache
-def _crew(threads: int, pid: int) -> ThreadPoolExecutor:
+def _crew(threads: int, pid: int) -> _Crew:
     """Threads in which torch's operations use no further ones. `pid`: a forked process has none of its parent's.
 
     torch has no setting for one thread alone: for the moment that this takes, once in a process, a new thread of
     someone else's that asks torch for the first time would get 1 too.
     """
-    crew = ThreadPoolExecutor(threads, thread_name_prefix="tiles")
-    ready = threading.Barrier(threads + 1)
+    crew = _Crew(threads)
+    ready = threading.Barrier(threads)  # so that each of them settles, and none of them twice
 
     def settle() -> None:
         torch.get_num_threads()  # a thread takes over the process's number when it first asks: before, not after
         torch.set_num_threads(1)
         ready.wait()
 
-    for _ in range(threads):
-        crew.submit(settle)
-    ready.wait()
+    _finish([crew.start(settle) for _ in range(threads)])
     torch.set_num_threads(threads)  # what other new threads will start with; ours keep theirs
     return crew
