@@ -52,7 +52,7 @@ def shadows(found: Record) -> list[dict[str, Any]]:
 
 
 def scaled_by(factor: float) -> Run:
-    def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return eager(q, k, v, dataclasses.replace(call, scale=factor * call.scale))
 
     return run
@@ -228,7 +228,7 @@ def test_the_kernel_is_shared_and_its_calls_are_counted_apart():
         def __deepcopy__(self, memo: object) -> "Own":
             raise TypeError("holds a device")
 
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             return eager(q, k, v, call)
 
     pair = build_pair(case(), Kernel("own", Own(), gives_weights=True, shielded=False, origin="a test"), 0)

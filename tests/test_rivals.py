@@ -70,26 +70,26 @@ def saboteur(name: str, run: Any) -> Saboteur:
     return Saboteur(name, "made for this test", everywhere, kernel=lambda: Kernel(name, run, gives_weights=True))
 
 
-def right(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def right(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     return eager(q, k, v, call)
 
 
-def zeros(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def zeros(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     out, weights = eager(q, k, v, call)
     return torch.zeros_like(out), weights
 
 
-def raises(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def raises(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     raise RuntimeError("broken")
 
 
-def writes(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def writes(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     result = eager(q, k, v, call)
     q.zero_()
     return result
 
 
-def overflows(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def overflows(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """No maximum subtracted: right for plain inputs, not for large ones."""
     out, weights = eager(q, k, v, call)
     top = ((q * call.scale) @ k.repeat_interleave(2, 1).mT).amax()
@@ -123,7 +123,7 @@ def test_a_rule_that_rejects_the_right_one_sees_nothing(monkeypatch: pytest.Monk
 
 
 def test_gradients_are_compared_in_training() -> None:
-    def detached(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def detached(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return eager(q, k.detach(), v, call)
 
     train, prefill = (load_suite({"name": "one", "grid": CELL | {"phase": p}}).cases for p in ("train", "prefill"))

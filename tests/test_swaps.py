@@ -296,7 +296,7 @@ def test_models_on_the_meta_device_swap_without_memory(name: str) -> None:
 def test_the_kernel_asked_for_runs() -> None:
     calls = []
 
-    def counting(q: Tensor, k: Tensor, v: Tensor, asked: Any) -> tuple[Tensor, Tensor]:
+    def counting(q: Tensor, k: Tensor, v: Tensor, asked: Any) -> tuple[Tensor, Tensor | None]:
         calls.append(q.shape)
         return eager(q, k, v, asked)
 

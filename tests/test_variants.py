@@ -335,7 +335,7 @@ def test_sdpa_kernel_gives_the_same(name: str) -> None:
 def test_the_kernel_given_is_the_kernel_run(name: str) -> None:
     calls = []
 
-    def counting(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor]:
+    def counting(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor | None]:
         calls.append(call)
         return eager(q, k, v, call)
 

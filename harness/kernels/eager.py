@@ -7,21 +7,26 @@ from torch import Tensor
 from harness.kernels.call import AttentionCall, Kernel
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     B, H, L, D = q.shape
     H_kv, S = k.shape[1:3]
     dtype = q.dtype
-    # Half-precision scores would break equality as soon as logits grow: fp32 from here to the output.
-    q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
-    allowed = call.allowed(q, k)
+    if dtype.itemsize < 4:
+        # Half-precision scores would break equality as soon as logits grow: fp32 from here to the output.
+        q, k, v = q.float(), k.float(), v.float()
     # The G query heads of a group become rows of one matrix product: K and V are never repeated.
     rows = q.reshape(B * H_kv, H // H_kv * L, D)  # (B*H_kv, G*L, D)
-    k, v = k.reshape(B * H_kv, S, D), v.reshape(B * H_kv, S, v.shape[-1])
+    keys, values = k.reshape(B * H_kv, S, D), v.reshape(B * H_kv, S, v.shape[-1])
 
-    scores = scaled_product(rows, k.mT, call.scale)  # (B*H_kv, G*L, S)
-    weights = weigh(scores.view(B, H, L, S), allowed, call)
-    out = torch.bmm(weights.reshape(scores.shape), v)  # (B*H_kv, G*L, D_v)
-    return out.view(B, H, L, v.shape[-1]).to(dtype), weights.to(dtype)
+    scores = scaled_product(rows, keys.mT, call.scale)  # (B*H_kv, G*L, S)
+    if call.hides or call.sinks is not None:
+        weights = weigh(scores.view(B, H, L, S), call.allowed(q, k), call).reshape(scores.shape)
+    else:  # what is left does not ask which row is whose
+        weights = weigh(scores, None, call)
+    out = torch.bmm(weights, values).view(B, H, L, v.shape[-1])
+    if dtype.itemsize < 4:
+        out, weights = out.to(dtype), weights.to(dtype) if call.need_weights else weights
+    return out, weights.view(B, H, L, S) if call.need_weights else None
 
 
 def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:

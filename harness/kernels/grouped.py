@@ -17,7 +17,7 @@ CACHED_BYTES = 1 << 22  # keys up to this size are taken to be in cache
 PIECE_BYTES = 1 << 22  # of a widened piece: stays in cache between being written and being read
 
 
-def grouped(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def grouped(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     B, H, L, D = q.shape
     H_kv, S = k.shape[1:3]
     rows = H // H_kv * L
