@@ -4,6 +4,8 @@ PYTHON = python3.11 python3 python
 CONFIG = configs/default.yaml
 ARGS =
 JOBS = 2
+# What `make gate` times against: a revision, or `baseline` for the commit that the baseline came from.
+BASE ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -12,12 +14,13 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-kernels smoke test check fix verify sensitivity nightly gate report readme-figures clean distclean FORCE
+.PHONY: help setup bench bench-kernels smoke test check fix verify sensitivity nightly gate gate-study history trend ci-summary report readme-figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo '  ARGS="..." is passed on (make test ARGS="-k masks"); CONFIG=FILE picks the grid of make bench;'
+	@echo '  BASE=REV makes make gate time this tree beside that revision (BASE=baseline: where the baseline came from);'
 	@echo '  PYTHON=... picks the interpreter that .venv is made with.'
 
 setup: $(STAMP) ## Create .venv and install into it (the other targets do this by themselves)
@@ -33,10 +36,11 @@ smoke: $(STAMP) ## The same over configs/smoke.yaml (seconds)
 test: $(STAMP) ## Run the tests
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-check: $(STAMP) ## Lint, formatting and types: ruff and mypy
+check: $(STAMP) ## Lint, formatting, types and the schema of the workflows: ruff, mypy and check-jsonschema
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy harness tests $(if $(wildcard bench/*.py),bench)
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows $(wildcard .github/workflows/*.yml)
 
 fix: $(STAMP) ## Apply ruff's fixes and formatting
 	@$(BIN)/ruff check --fix .
@@ -52,13 +56,31 @@ sensitivity: $(STAMP) ## Put wrong attentions in every cell and prove that the c
 bench-kernels: $(STAMP) ## Time every kernel beside SDPA, nn.MultiheadAttention and transformers (about 10 minutes)
 	@GOMP_SPINCOUNT=20000 $(BIN)/python bench/kernels.py $(ARGS)
 
-nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate
-	@$(BIN)/harness verify --all --quiet
-	@$(BIN)/harness run configs/nightly.yaml $(ARGS)
-	@$(BIN)/harness gate results/latest
+# The gate judges a run with wrong cells, too: exit code 1 is a verdict. Beyond that there is no run to judge.
+nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate's exact part
+	@verdict=0; \
+	$(BIN)/harness verify --all --quiet || verdict=$$?; \
+	$(BIN)/harness run configs/nightly.yaml $(ARGS) || { code=$$?; [ $$code -eq 1 ] || exit $$code; verdict=1; }; \
+	$(BIN)/harness gate results/latest || verdict=$$?; \
+	exit $$verdict
 
-gate: $(STAMP) ## Compare the latest run with results/baseline; fails on a regression
-	@$(BIN)/harness gate results/latest $(ARGS)
+gate: $(STAMP) ## Compare the latest run with results/baseline, and with BASE=REV its times; fails on a regression
+	@$(BIN)/harness gate results/latest $(if $(BASE),--base $(filter-out baseline,$(BASE))) $(ARGS)
+
+gate-study: $(STAMP) ## How often does the gate cry wolf or sleep, beside other tools? (hours; ARGS="--quick": 2 minutes)
+	@$(BIN)/python bench/gate_study.py $(ARGS)
+
+history: $(STAMP) ## Keep the latest run as a night of results/history
+	@$(BIN)/harness trend --add results/latest $(ARGS)
+
+trend: $(STAMP) ## At which nights, and commits, did a cell change for good?
+	@$(BIN)/harness trend $(ARGS)
+
+ci-summary: ## Post the latest run's gate.md and summary.md to the CI job's page, or print them
+	@found=; for each in gate.md summary.md; do \
+		if [ -e "results/latest/$$each" ]; then \
+			found=1; cat "results/latest/$$each" >> "$${GITHUB_STEP_SUMMARY:-/dev/stdout}"; fi; done; \
+	[ -n "$$found" ] || echo 'There is no run in results/latest.'
 
 report: $(STAMP) ## Write the report of the latest run
 	@$(BIN)/harness report results/latest $(ARGS)
@@ -66,11 +88,11 @@ report: $(STAMP) ## Write the report of the latest run
 readme-figures: $(STAMP) ## Draw the README's picture from the latest run
 	@$(BIN)/harness report results/latest --format png --out docs/tradeoffs.png --quiet
 
-clean: ## Remove caches, build artefacts and runs; keeps results/baseline and .venv
+clean: ## Remove caches, build artefacts and runs; keeps results/baseline, results/history and .venv
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find harness tests bench -type d -name __pycache__ -prune -exec rm -rf {} +
 	@if [ -d results ]; then \
-		find results -mindepth 1 -maxdepth 1 ! -name baseline ! -name '.git*' ! -name '*.md' -exec rm -rf {} +; fi
+		find results -mindepth 1 -maxdepth 1 ! -name baseline ! -name history ! -name '.git*' ! -name '*.md' -exec rm -rf {} +; fi
 
 distclean: clean ## The same, and .venv too
 	@rm -rf $(VENV)

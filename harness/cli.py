@@ -22,10 +22,13 @@ examples:
   harness run configs/nightly.yaml --resume             go on with a run that was cut short
   harness merge results/all shard1 shard2               put the shards of a run together
   harness gate results/latest                           did anything get worse since the accepted baseline?
+  harness gate results/latest --base                    ... or slower, timed beside the baseline's commit?
+  harness trend                                         between which commits did a cell change?
   harness doctor --quick                                how far can this machine's timings be trusted?
   harness show results/latest                           a run's story: curves, errors, worst cells
   harness advise --model llama-3-8b --memory 24GiB      which kind of attention fits, and how fast it would be
   harness verify llama                                  swap a real model's attention, prove it is the same model
+  harness tune-sparse llama                             how much attention can a model leave out?
   harness sensitivity                                   would the comparison see a wrong kernel?
 """
 
@@ -71,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in commands.NAMES:
         command = importlib.import_module(f"harness.commands.{name}")
         one = added.add_parser(
-            name,
+            name.replace("_", "-"),
             help=command.HELP,
             description=getattr(command, "DESCRIPTION", None),
             epilog=getattr(command, "EPILOG", None),

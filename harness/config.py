@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
 from harness.case import Case
-from harness.document import Document, Limits, Timing, resolve_kernel, show, unknown
+from harness.document import Accuracy, Document, Limits, Timing, resolve_kernel, show, unknown
 from harness.errors import BadInput
 from harness.grid import AXES, Clash, count_cells, expand
 from harness.yaml_lines import Node, Where, YamlError, parse, read_text
@@ -71,6 +71,7 @@ class Suite:
     regimes: tuple[str, ...] | None  # None: all
     timing: Timing
     limits: Limits
+    accuracy: Accuracy | None  # what approximate kernels are held to; None: the acceptance rule holds for all
     source: str  # YAML text that gives this suite again (less the kernels of the command line)
     path: Path | None
 
@@ -125,6 +126,7 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
         regimes=document.regimes,
         timing=document.timing,
         limits=document.limits,
+        accuracy=document.accuracy if document.equivalence == "approximate" else None,
         source=text,
         path=path,
     )
@@ -142,6 +144,12 @@ def _validate(data: Any, origin: _Origin, folder: Path | None) -> Document:
     if document.grid is None and ("grid" in given or not document.include):
         rule = "must be a mapping of axes" if "grid" in given else "required key is missing (or give include)"
         raise ConfigError(origin.problem(rule, ("grid",)))
+    if document.equivalence == "approximate" and document.accuracy.is_empty:
+        rule = "required with equivalence: approximate, with at least one of rel_l1, cosine, rmse, max_abs"
+        raise ConfigError(origin.problem(rule, ("accuracy",)))
+    if document.equivalence == "exact" and "accuracy" in given:
+        rule = "only with equivalence: approximate; exact kernels are judged by the acceptance rule"
+        raise ConfigError(origin.problem(rule, ("accuracy",)))
     for at, exclude in enumerate(document.exclude):
         if not exclude.model_fields_set:
             raise ConfigError(origin.problem("must name at least one axis", ("exclude", at)))
@@ -172,7 +180,7 @@ def _translate(error: ValidationError, origin: _Origin) -> Iterator[Problem]:
 def _keys_beside(where: Where) -> Iterable[str]:
     if len(where) == 1:
         return Document.model_fields
-    group = {"timing": Timing, "limits": Limits}.get(str(where[0]))
+    group = {"timing": Timing, "limits": Limits, "accuracy": Accuracy}.get(str(where[0]))
     return AXES if group is None else (field.name for field in fields(group))
 
 

@@ -16,10 +16,14 @@ from pydantic_core import PydanticCustomError
 from harness.case import DTYPES, PHASES
 from harness.grid import AXES
 from harness.kernels.names import is_plugin, kernel_names
+from harness.kernels.options import BadOption, read_options, split_name
 from harness.masks import MASKS
 from harness.specs import VARIANTS
 
 REGIMES = ("plain", "peaked", "offset", "tiny", "wide", "poison")
+# Inputs as models see them: what an approximate kernel may leave out depends on them. Only where a config asks.
+STRUCTURES = ("locally_smooth", "text_like")
+EQUIVALENCES = ("exact", "approximate")
 
 T = TypeVar("T")
 
@@ -99,6 +103,13 @@ def _no_repeats(values: tuple[T, ...]) -> tuple[T, ...]:
 
 def resolve_kernel(value: Any, folder: Path | None) -> str:
     """A kernel's name, or the user's own: checked as far as that goes without running it."""
+    if type(value) is str and not is_plugin(value) and "?" in value:
+        _known("kernel", split_name(value)[0], kernel_names())
+        try:
+            read_options(value)
+        except BadOption as error:
+            raise _broken(error.rule) from None
+        return value
     if type(value) is not str or not is_plugin(value):
         return _known("kernel", value, (*kernel_names(), "file.py:function", "package.module:function"))
     place, _, function = value.rpartition(":")
@@ -187,6 +198,26 @@ class Limits:
     max_memory: Bytes | None = None  # of its whole process; None: 80 % of the machine's, shared among the workers
 
 
+def _limit(most: float) -> BeforeValidator:
+    holds = lambda value: type(value) in (int, float) and 0 <= value <= most  # noqa: E731
+    return _check(holds, f"must be a number from 0 to {most:g}")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What approximate kernels are held to, each over the whole output against the golden; None: not limited."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    rel_l1: Annotated[float, _limit(1e6)] | None = None  # at most
+    cosine: Annotated[float, _limit(1)] | None = None  # at least
+    rmse: Annotated[float, _limit(1e6)] | None = None  # at most
+    max_abs: Annotated[float, _limit(1e6)] | None = None  # at most
+
+    @property
+    def is_empty(self) -> bool:
+        return self == Accuracy()
+
+
 class Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -229,7 +260,9 @@ class Document(Closed):
     threads: Annotated[int, _whole(1, 4096)] | None = None
     timing: Timing = Timing()
     limits: Limits = Limits()
-    regimes: Axis[Annotated[str, _one_of("regime", REGIMES)]] | None = None
+    regimes: Axis[Annotated[str, _one_of("regime", (*REGIMES, *STRUCTURES))]] | None = None
+    equivalence: Annotated[str, _one_of("equivalence", EQUIVALENCES)] = "exact"
+    accuracy: Accuracy = Accuracy()
     grid: Grid | None = None
     include: list[Grid] = []
     exclude: list[Exclude] = []

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from harness.case import Case
-from harness.document import Timing
+from harness.document import Accuracy, Timing
 from harness.kernels.names import is_plugin
 from harness.record import Record
 from harness.specs import VARIANTS
@@ -22,6 +22,7 @@ class Job:
     regimes: tuple[str, ...]
     timing: Timing
     threads: int
+    accuracy: Accuracy | None = None  # what approximate kernels are held to; None: judged as exact ones
     origin: str | None = None  # where the run's kernel came from; None: whatever is found
 
 
@@ -41,7 +42,7 @@ def perform(job: Job) -> Record:
         return failed(job, "error", f"{change}; {remedy}", time.perf_counter() - started)
     with preserved():
         torch.set_num_threads(job.threads)
-        return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing)
+        return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing, accuracy=job.accuracy)
 
 
 def load_kernel(name: str) -> "Kernel":
@@ -85,4 +86,5 @@ def encode_job(job: Job) -> str:
 def decode_job(text: str) -> Job:
     data = json.loads(text)
     parts = {"case": Case(**data["case"]), "regimes": tuple(data["regimes"]), "timing": Timing(**data["timing"])}
-    return Job(**{**data, **parts})
+    accuracy = None if data["accuracy"] is None else Accuracy(**data["accuracy"])
+    return Job(**{**data, **parts, "accuracy": accuracy})

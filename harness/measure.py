@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from harness.approximate import Approximation, approximate, dense_pair
 from harness.build import ContractBroken, Pair, Side, build_pair
 from harness.case import Case
 from harness.compare import compare_pair, run_steps, train_step
-from harness.document import Timing
+from harness.document import Accuracy, Timing
 from harness.equivalence import Equivalence
 from harness.kernels.call import Kernel, Unsupported
 from harness.kernels.plugin import told
@@ -24,8 +25,19 @@ from harness.timing import Stopwatch, interleave, paired_ratio
 OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 
-def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], timing: Timing) -> Record:
-    """Never raises for what the candidate does: its failure is the result."""
+def measure(
+    case: Case,
+    kernel: Kernel,
+    *,
+    seed: int,
+    regimes: Sequence[str],
+    timing: Timing,
+    accuracy: Accuracy | None = None,
+) -> Record:
+    """Never raises for what the candidate does: its failure is the result.
+
+    `accuracy` are the limits by which approximate kernels are judged; without them all are judged as exact ones.
+    """
     spec = VARIANTS[case.variant]
     found: dict[str, Any] = {
         "params_formula": spec.params(case),
@@ -36,10 +48,20 @@ def measure(case: Case, kernel: Kernel, *, seed: int, regimes: Sequence[str], ti
     try:
         pair = build_pair(case, kernel, case.seed(seed))
         found |= weigh(pair)
-        equivalence = compare_pair(pair, regimes, seed=case.seed(seed), stopwatch=stopwatch)
-        found |= _equality_columns(equivalence) | {"calls": pair.watch.calls}
-        found["status"], found["error"] = status_of(pair, equivalence, found)
-        if timing.enabled:
+        close = None
+        if kernel.approximate and accuracy is not None:
+            close = approximate(pair, regimes, seed=case.seed(seed), stopwatch=stopwatch)
+        if close is not None and accuracy is not None and close.left_something_out:
+            found |= close.columns() | {"calls": pair.watch.calls}
+            found["status"], found["error"] = _unlike(pair, found) or close.verdict(accuracy)
+        else:
+            equivalence = compare_pair(pair, regimes, seed=case.seed(seed), stopwatch=stopwatch)
+            found |= _equality_columns(equivalence) | {"calls": pair.watch.calls}
+            found["status"], found["error"] = status_of(pair, equivalence, found)
+            found |= {} if close is None else _exact_after_all(close)
+        if timing.enabled and close is not None:
+            found |= _time_approximate(pair, close, timing, case.seed(seed), stopwatch)
+        elif timing.enabled:
             found |= _time(pair, timing, case.seed(seed), stopwatch)
     except Unsupported as refusal:
         found |= {"status": "unsupported", "error": str(refusal)}
@@ -103,7 +125,26 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
     }
 
 
+def _exact_after_all(close: Approximation) -> dict[str, Any]:
+    """What was left out (nothing) and how close it came, beside the verdict and the columns of the acceptance rule."""
+    names = ("sparsity", "rel_l1", "cosine", "rmse", "skipped_blocks", "approximation")
+    return {name: value for name, value in close.columns().items() if name in names}
+
+
 def status_of(pair: Pair, equivalence: Equivalence, found: dict[str, Any]) -> tuple[str, str | None]:
+    if unlike := _unlike(pair, found):
+        return unlike
+    worst = equivalence.worst
+    if equivalence.status == "ok":
+        return "ok", None
+    hint = ""
+    if pair.watch.kernel.approximate:
+        hint = "; the kernel is approximate: judge it by limits in `accuracy`, with `equivalence: approximate`"
+    return equivalence.status, f"{worst.tensor} in regime {worst.regime}: {worst.reason}{hint}"
+
+
+def _unlike(pair: Pair, found: dict[str, Any]) -> tuple[str, str] | None:
+    """What makes a cell fail however close its numbers are."""
     if not pair.watch.calls > 0:
         return "mismatch", "the kernel was never called: something bypassed the swapped module"
     for what in ("params", "kv_cache_bytes"):
@@ -112,10 +153,7 @@ def status_of(pair: Pair, equivalence: Equivalence, found: dict[str, Any]) -> tu
             return "mismatch", f"{what}: measured {measured}, by formula {formula}"
     if found["params"] != found["ref_params"]:
         return "mismatch", f"params: {found['params']}, the reference has {found['ref_params']}"
-    worst = equivalence.worst
-    if equivalence.status == "ok":
-        return "ok", None
-    return equivalence.status, f"{worst.tensor} in regime {worst.regime}: {worst.reason}"
+    return None
 
 
 def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[str, Any]:
@@ -143,6 +181,52 @@ def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[s
     }
 
 
+def _time_approximate(
+    pair: Pair, close: Approximation, timing: Timing, seed: int, stopwatch: Stopwatch
+) -> dict[str, Any]:
+    """On the inputs of every regime, because what is left out depends on them, beside the dense kernel.
+
+    The columns are those of the regime that the error's columns are of.
+    """
+    xs = {regime: inputs.x for regime, inputs in close.inputs.items() if inputs.poisoned is None}
+    if not xs:
+        return {}
+    worst = close.worst.regime if close.worst.regime in xs else next(iter(xs))
+    dense = dense_pair(pair, seed)
+    pair.watch.checking = dense.watch.checking = False
+    calls = {f"candidate {regime}": _call_on(pair, pair.candidate, x) for regime, x in xs.items()}
+    calls |= {"dense": _call_on(dense, dense.candidate, xs[worst])}
+    calls |= {"reference": _call_on(pair, pair.reference, xs[worst])}
+    with stopwatch.running():
+        samples = interleave(
+            calls,
+            budget_s=timing.budget_s * len(calls) / 2,  # as much for each call as in a cell with two
+            min_blocks=timing.min_blocks,
+            max_blocks=timing.max_blocks,
+            seed=seed,
+        )
+        peak = peak_bytes(calls[f"candidate {worst}"])
+    own = samples[f"candidate {worst}"]
+    ratio = paired_ratio(own, samples["reference"], seed=seed)
+    latencies = {
+        regime: (
+            1e3 * _median(samples[f"candidate {regime}"]),
+            paired_ratio(samples[f"candidate {regime}"], samples["dense"], seed=seed),
+        )
+        for regime in xs
+    }
+    return {
+        "latency_ms": 1e3 * _median(own),
+        "ref_latency_ms": 1e3 * _median(samples["reference"]),
+        "latency_ratio": ratio.value,
+        "latency_ratio_lo": ratio.lo,
+        "latency_ratio_hi": ratio.hi,
+        "peak_bytes": peak,
+        "samples_s": {"candidate": own, "reference": samples["reference"], "dense": samples["dense"]},
+        "approximation": [closeness.as_dict() for closeness in close.timed(latencies).regimes],
+    }
+
+
 def _median(samples: list[float]) -> float:
     return sorted(samples)[len(samples) // 2]
 
@@ -155,6 +239,11 @@ def timed_call(pair: Pair, side: Side, seed: int) -> Callable[[], object]:
     x, cotangent = (torch.randn(shape, generator=generator).to(getattr(torch, case.dtype)) for _ in range(2))
     if case.phase == "train":
         return lambda: train_step(side, x, cotangent)
+    return _call_on(pair, side, x)
+
+
+def _call_on(pair: Pair, side: Side, x: torch.Tensor) -> Callable[[], object]:
+    case = pair.case
     if case.phase == "prefill":
 
         def prefill() -> object:

@@ -62,13 +62,20 @@ class Record:
     flops: int | None = None
     calls: int | None = None
     error: str | None = None
+    # Approximate kernels: all of one regime, the one with the largest rel_l1 (worst_regime names it).
+    sparsity: float | None = None  # share of the visible blocks that was skipped; 0 is exact attention
+    rel_l1: float | None = None  # sum|C - G| / sum|G|
+    cosine: float | None = None
+    rmse: float | None = None
+    skipped_blocks: int | None = None  # visible blocks of queries x keys, over batch and heads
     # Kept in records.jsonl, not in the table.
     seconds: float | None = None  # wall time of the whole case
     measured_seconds: float | None = None  # of which inside compared or timed calls
     samples_s: dict[str, list[float]] = field(default_factory=dict)  # side -> seconds per call, block by block
     equivalence: list[dict[str, Any]] = field(default_factory=list)  # every compared tensor in every regime
+    approximation: list[dict[str, Any]] = field(default_factory=list)  # an approximate kernel, regime by regime
     attempt: int = 1  # the highest counts: `--retry` repeats a case that failed
 
 
-NOT_COLUMNS = frozenset({"seconds", "measured_seconds", "samples_s", "equivalence", "attempt"})
+NOT_COLUMNS = frozenset({"seconds", "measured_seconds", "samples_s", "equivalence", "approximation", "attempt"})
 COLUMNS = tuple(f.name for f in fields(Record) if f.name not in NOT_COLUMNS)

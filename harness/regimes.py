@@ -1,6 +1,7 @@
 """Inputs that make bugs visible: plain Gaussian ones hide overflow, cancellation, bad masks and lost precision."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from harness import masks
 from harness.case import Case
+
+SMOOTH_OVER = 6.0  # tokens along each axis over which a smooth field stays much the same
+WAVES = 64
 
 
 def _plain(noise: Tensor, _: torch.Generator) -> Tensor:
@@ -33,6 +37,45 @@ def _wide(noise: Tensor, generator: torch.Generator) -> Tensor:
     return noise * 10 ** (3 * torch.rand(*noise.shape[:2], 1, generator=generator) - 2)
 
 
+def _locally_smooth(noise: Tensor, generator: torch.Generator) -> Tensor:
+    """Tokens of a video: a smooth random field over time, height and width, and a little noise.
+
+    Scores spread by about 4, so that the softmax chooses: of flat attention nothing can be left out.
+    """
+    return 2 * smooth_field(noise.shape, generator) + 0.1 * noise
+
+
+def smooth_field(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """(B, L, E), each channel a Gaussian field of variance 1: a sum of random waves, equal for neighbouring tokens."""
+    B, L, E = shape
+    waves = torch.randn(B, 3, WAVES, generator=generator) / SMOOTH_OVER
+    phases = 2 * math.pi * torch.rand(B, 1, WAVES, generator=generator)
+    values = (2 / WAVES) ** 0.5 * torch.cos(video_positions(L) @ waves + phases)  # (B, L, WAVES)
+    return values @ torch.randn(B, WAVES, E, generator=generator)
+
+
+def video_positions(length: int) -> Tensor:
+    """(L, 3): time, height and width of each token, in Z-order: a run of tokens is a box, as SpargeAttn permutes them.
+
+    Row after row, a block of 64 tokens would reach across the whole picture.
+    """
+    index = torch.arange(length)
+    position = torch.zeros(length, 3)
+    for bit in range(length.bit_length()):
+        position[:, 2 - bit % 3] += (index >> bit & 1) * 2.0 ** (bit // 3)
+    return position
+
+
+def _text_like(noise: Tensor, generator: torch.Generator) -> Tensor:
+    """Neighbours resemble each other, and a few tokens, the first among them, stand out for all."""
+    x = noise.clone()
+    for i in range(1, x.shape[1]):
+        x[:, i] = 0.9 * x[:, i - 1] + (1 - 0.9**2) ** 0.5 * noise[:, i]
+    heavy = torch.rand(*x.shape[:2], 1, generator=generator) < 0.01
+    heavy[:, 0] = True
+    return torch.where(heavy, 4.0, 2.0) * x
+
+
 SHAPES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "plain": _plain,
     "peaked": _peaked,
@@ -40,6 +83,8 @@ SHAPES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "tiny": _tiny,
     "wide": _wide,
     "poison": _plain,
+    "locally_smooth": _locally_smooth,
+    "text_like": _text_like,
 }
 
 

@@ -90,7 +90,7 @@ def run(
         pending = left_to_do(cases, folder.finished, retry=retry)
         regimes = suite.regimes or REGIMES
         todo = [
-            Job(case, suite.seed, regimes, suite.timing, threads, origins[case.kernel])
+            Job(case, suite.seed, regimes, suite.timing, threads, suite.accuracy, origins[case.kernel])
             for case in cases
             if case.case_id in pending
         ]

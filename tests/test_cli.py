@@ -130,7 +130,7 @@ def test_a_run_writes_prints_and_exits_0(cli: Command):
     folder = latest.resolve()
     assert folder.parent == Path("results").resolve()
     assert folder.name.startswith("tiny-")
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in folder.iterdir()) == sorted((*FILES, "benchmark.json"))
     # the table on the terminal
     for word in ("variant", "error/N", "params", "KV B/token", "prefill", "decode", "train", "x MHA"):
         assert word in result.out, word

@@ -11,6 +11,7 @@ import pytest
 from harness import store
 from harness.environment import Environment
 from harness.gate import exact as gates
+from harness.gate.columns import PEAK
 from harness.gate.exact import EXACT, Finding, GateError, accept, compare_exact, gate
 from harness.record import Record
 from harness.store import RunFolder
@@ -114,6 +115,71 @@ def test_missing_and_renamed_cells_fail_and_new_ones_are_told() -> None:
     assert [(one.case_id, one.kind, one.fails) for one in renamed] == [("a", "missing", True), ("A", "new", False)]
 
 
+def test_a_renamed_cell_fails_with_the_name_it_may_have_now() -> None:
+    old = [record("a-eager", kernel="eager"), record("b-eager", kernel="eager", mask="causal"), record("c", params=7)]
+    new = [record("a-fast", kernel="fast"), record("b-fast", kernel="fast", mask="causal"), record("d", params=8)]
+    messages = {one.case_id: one.message for one in compare(old, new) if one.kind == "missing"}
+    assert messages == {
+        "a-eager": "in the baseline, not in this run; renamed to a-fast?",
+        "b-eager": "in the baseline, not in this run; renamed to b-fast?",
+        "c": "in the baseline, not in this run: removed or renamed",  # other counts: another cell
+    }
+
+
+def test_a_cell_of_another_size_or_with_two_other_axes_is_no_rename() -> None:
+    for other in ({"seq_len": 64, "flops": 500}, {"mask": "causal", "kernel": "fast"}):
+        (missing,) = (one for one in compare([record("a")], [record("b", **other)]) if one.kind == "missing")
+        assert "renamed to" not in missing.message
+
+
+def test_one_new_cell_is_the_rename_of_one_missing_one() -> None:
+    findings = compare([record("mha-1"), record("mha-2", mask="causal")], [record("mha-one")])
+    messages = [one.message for one in findings if one.kind == "missing"]
+    assert sum("renamed to mha-one?" in message for message in messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fails"),
+    [(1000, 1001, True), (1000, 1000, None), (1000, 999, False), (2**60, 2**60 + 1, True)],
+)
+def test_peak_memory(before: int, after: int, fails: bool | None) -> None:
+    found = changed({PEAK: before, "latency_ms": 1.0}, {PEAK: after, "latency_ms": 1.0})
+    assert (None if found is None else found.fails) is fails
+    if fails:
+        assert found is not None
+        assert found.message == f"peak_bytes {before} -> {after} (+1 bytes)"
+
+
+def test_a_peak_that_vanishes_fails_where_the_cell_was_timed() -> None:
+    found = changed({PEAK: 1000}, {PEAK: None, "latency_ms": 1.0})
+    assert found is not None
+    assert found.fails
+    assert "although the cell was timed" in found.message
+
+
+def test_peaks_that_cannot_be_gated_are_noted_once() -> None:
+    timed = [record("a", peak_bytes=9, latency_ms=1.0), record("b", peak_bytes=9, latency_ms=1.0)]
+    untimed = [record("a"), record("b")]
+    (untimed_run,) = compare(timed, untimed)
+    (old_baseline,) = compare(untimed, timed)
+    for found, words in ((untimed_run, "not timed in this run"), (old_baseline, "accept a new one")):
+        assert (found.case_id, found.kind, found.fails) == ("", PEAK, False)
+        assert "not gated in 2 cells" in found.message
+        assert words in found.message
+
+
+def test_on_another_machine_rounding_and_allocations_are_noted_and_counts_still_fail() -> None:
+    before = store.table([record(err_ratio=0.6, peak_bytes=1000, latency_ms=1.0)])
+    moved = store.table([record(err_ratio=1.9, peak_bytes=2000, latency_ms=1.0)])
+    here, there = compare_exact(moved, before), compare_exact(moved, before, moved=("cpu", "torch"))
+    assert [(one.kind, one.fails) for one in here] == [("err_ratio", True), (PEAK, True)]
+    assert [(one.kind, one.fails) for one in there] == [("err_ratio", False), (PEAK, False)]
+    assert all("noted only: cpu, torch changed" in one.message for one in there)
+    for worse in ({"kv_cache_bytes": 4097}, {"status": "degraded"}, {"err_ratio": math.nan}):
+        found = compare_exact(store.table([record(**worse)]), store.table([record()]), moved=("cpu",))
+        assert [one.fails for one in found] == [True]
+
+
 def test_a_new_cell_that_is_wrong_fails() -> None:
     (found,) = compare([record("a")], [record("a"), record("b", status="mismatch")])
     assert found.kind == "new"
@@ -201,6 +267,39 @@ def test_another_machine_or_config_is_told_and_is_no_failure(tmp_path: Path) -> 
         Finding("", "config", "the config differs from the baseline's", False),
         Finding("", "environment", "torch 2.13 -> 2.14", False),
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [({"torch": "2.14"}, False), ({"cpu": "other"}, False), ({"threads": 1}, False), ({"pandas": "9"}, True)],
+)
+def test_drift_is_judged_by_where_it_was_measured(tmp_path: Path, change: dict[str, Any], fails: bool) -> None:
+    accept(folder(tmp_path / "old", record(peak_bytes=1000, latency_ms=1.0)), tmp_path / "baseline")
+    drifted = record(err_ratio=2.5, peak_bytes=1001, latency_ms=1.0)
+    new = folder(tmp_path / "new", drifted, environment=replace(HERE, **change))
+    found = [one for one in gate(new, tmp_path / "baseline") if one.case_id]
+    assert [(one.kind, one.fails) for one in found] == [("err_ratio", fails), (PEAK, fails)]
+
+
+def test_a_baseline_from_before_peak_memory_was_gated_still_gates(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", record(peak_bytes=1000, latency_ms=1.0))
+    accept(run, tmp_path / "baseline")
+    csv = tmp_path / "baseline" / "smoke.csv"
+    pd.read_csv(csv).drop(columns=PEAK).to_csv(csv, index=False)
+    (found,) = gate(run, tmp_path / "baseline")
+    assert (found.kind, found.fails) == (PEAK, False)
+    assert "accept a new one" in found.message
+    assert "peak_bytes empty -> 1000" in accept(run, tmp_path / "baseline")
+
+
+def test_the_committed_baselines_can_be_read() -> None:
+    committed = Path(__file__).parent.parent / "results" / "baseline"
+    names = sorted(path.stem for path in committed.glob("*.csv"))
+    assert names == ["default", "nightly", "smoke"]
+    for name in names:
+        table, about = gates.read_baseline(name, committed)
+        assert len(table) > 0
+        assert about.commit
 
 
 def test_what_cannot_be_a_baseline(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ TORCH_FREE = (
     "difference",
     "exits",
     "gate",
+    "history",
     "job",
     "loading",
     "masks",

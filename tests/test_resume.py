@@ -17,13 +17,15 @@ import pytest
 
 import harness
 from bench import corrupt_study
-from harness import environment, gate, report, runner, store
+from harness import environment, report, runner, store
 from harness.cli import main
 from harness.errors import BadInput
 from harness.executors import make_executor
 from harness.executors.crew import CannotStart
 from harness.executors.here import Here
 from harness.executors.interrupts import Terminated
+from harness.gate import baseline, exact
+from harness.gate.finding import GateError
 from harness.runner import Interrupted, run
 from harness.store import StoreError
 from tests.runs import CONFIG, MadeUp
@@ -262,16 +264,16 @@ def test_a_file_cut_at_the_end_of_a_line_is_not_silently_shorter(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     frame = run("c.yaml", OUT, executor=MadeUp(), command=["run", "c.yaml"])
-    gate.accept(OUT, Path("baseline"))
-    assert not any(finding.fails for finding in gate.gate(OUT, Path("baseline")))
+    baseline.accept(OUT, Path("baseline"))
+    assert not any(finding.fails for finding in exact.gate(OUT, Path("baseline")))
     (OUT / store.RECORDS).write_bytes(b"".join(records_lines()[:-1]))
     lost = frame["case_id"].iloc[-1]
     assert harness.load(OUT).attrs["missing"] == [lost]
     assert f"out is incomplete: 5 of 6 cells; missing: {lost}" in caplog.text
-    failing = [finding for finding in gate.gate(OUT, Path("baseline")) if finding.fails]
+    failing = [finding for finding in exact.gate(OUT, Path("baseline")) if finding.fails]
     assert ("", "incomplete") in {(finding.case_id, finding.kind) for finding in failing}
-    with pytest.raises(gate.GateError, match="5 of 6 cells"):
-        gate.accept(OUT, Path("baseline"))
+    with pytest.raises(GateError, match="5 of 6 cells"):
+        baseline.accept(OUT, Path("baseline"))
     assert main(["report", str(OUT)]) == 0
     told = capsys.readouterr().out
     assert not told.startswith("EQUAL")
@@ -319,7 +321,7 @@ def test_the_manifest_says_what_ran() -> None:
     run("c.yaml", OUT, executor=MadeUp(), shard=(2, 4), command=["run", "c.yaml"])
     data = json.loads((OUT / "run.json").read_text())
     assert (data["suite"], data["seed"], data["shard"], data["cells"]) == ("tiny", 0, [2, 4], 2)
-    assert data["config_sha256"] == gate.config_hash(OUT)
+    assert data["config_sha256"] == baseline.config_hash(OUT)
     assert data["kernels"] == {"eager": "mine.py sha256:1111"}
     assert len(data["case_ids"]) == 6
 

@@ -702,7 +702,7 @@ def test_draws_are_jittered_by_an_eps_and_seen_alike_by_reference_and_golden():
 
 
 def test_an_error_of_decode_alone_is_seen_though_tokens_may_agree() -> None:
-    def wrong_when_alone(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def wrong_when_alone(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         scale = call.scale * (1.001 if q.shape[2] == 1 else 1.0)
         return eager(q, k, v, dataclasses.replace(call, scale=scale))
 
@@ -727,9 +727,9 @@ def test_a_user_s_function_that_leaves_is_no_pass(cli: Command) -> None:
 
 @pytest.mark.parametrize("wrong", ["out", "weights"])
 def test_every_output_is_judged(wrong: str) -> None:
-    def tripled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def tripled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         out, weights = eager(q, k, v, call)
-        return (3 * out, weights) if wrong == "out" else (out, 3 * weights)
+        return (3 * out, weights) if wrong == "out" or weights is None else (out, 3 * weights)
 
     found = verify(f"{MODELS}:with_weights", kernel=Kernel("tripled", tripled, gives_weights=True))
     assert found.verdict == "not equal"

@@ -1,30 +1,187 @@
 """`harness gate`: did anything get worse than the accepted baseline?"""
 
 import argparse
+import contextlib
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.console import terminal
 from harness.exits import EQUAL, NOT_EQUAL
 
-HELP = "compare a run with the accepted baseline"
+if TYPE_CHECKING:
+    from harness.gate.cells import Cells
+    from harness.gate.outcome import Outcome
+    from harness.gate.verdicts import TimingVerdict
+    from harness.gate.versions import Version
+
+HELP = "compare a run with the accepted baseline, and its speed with a commit's"
+DESCRIPTION = """\
+Did anything get worse? Two parts, each with its own answer.
+
+Exact: statuses, errors, parameters, cache bytes, FLOPs and missing cells of the run in DIR against results/baseline.
+These do not change by chance, on any machine.
+
+Timing (with --base): an older commit is checked out beside the working tree, and both versions are timed in turn, call
+by call, on this machine and in the same minutes; stored times of another night would be noise. The base runs twice, and
+what it differs from itself is the run's own measure of noise. Every cell ends as one of
+
+  regression    slower by more than --min-effect, beyond chance, and again when measured again: fails
+  pass          a slowdown of --must-see would have been seen, and is ruled out
+  inconclusive  neither: the machine was too noisy, or the base has no such cell. Said in the last line; --strict fails
+  improvement   faster by more than --min-effect, beyond chance
+
+Written to DIR: gate.md (for a CI job's summary), gate.xml (JUnit), gate.json.
+"""
+EPILOG = """\
+exit codes:  0 nothing got worse   1 something did (with --strict: or may have)   2 bad input   3 a bug in harness
+
+examples:
+  harness gate                                        the latest run against results/baseline
+  harness gate --base                                 and in time against the commit that the baseline came from
+  harness gate --base v1.2 --cells '*-decode-*'       in time against a tag, decode cells only
+  harness gate --base HEAD --timing-only configs/smoke.yaml   are my uncommitted changes slower?
+  harness gate --accept                               make the latest run the baseline; commit what it shows
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("results/latest"))
-    parser.add_argument("--baseline", metavar="DIR", type=Path, default=Path("results/baseline"))
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        type=Path,
+        nargs="?",
+        default=Path("results/latest"),
+        help="the run (default: results/latest)",
+    )
+    parser.add_argument(
+        "--baseline", metavar="DIR", type=Path, default=Path("results/baseline"), help="default: results/baseline"
+    )
     parser.add_argument("--accept", action="store_true", help="make this run the baseline and show what changes")
+    parser.add_argument("--strict", action="store_true", help="an inconclusive cell fails too")
+    timing = parser.add_argument_group("timing")
+    base = timing.add_mutually_exclusive_group()
+    base.add_argument(
+        "--base",
+        metavar="REV",
+        nargs="?",
+        const="",
+        help="time the run's cells against this revision (without REV: the commit of the suite's baseline)",
+    )
+    base.add_argument("--base-dir", metavar="DIR", type=Path, help="the same against the version in a folder")
+    timing.add_argument(
+        "--timing-only", metavar="CONFIG", type=Path, help="no run, no exact part: time the cells of this grid"
+    )
+    timing.add_argument("--cells", metavar="GLOB", help="only cells whose name is like this, as '*-decode-*'")
+    timing.add_argument(
+        "--kernel",
+        metavar="NAME|FILE.py:FUNCTION",
+        action="append",
+        default=[],
+        help="this kernel instead of the cells' own; a file of this repository is each version's own",
+    )
+    timing.add_argument("--min-effect", metavar="PERCENT", type=_percent, default=0.02, help="default: 2")
+    timing.add_argument("--must-see", metavar="PERCENT", type=_percent, default=0.05, help="default: 5")
+    timing.add_argument(
+        "--seconds", metavar="S", type=_seconds, default=5.0, help="at most, for a cell (default: 5; most take 1 or 2)"
+    )
 
 
 def execute(options: argparse.Namespace) -> int:
-    from harness.gate import exact as gate
+    from harness.errors import BadInput
+
+    wants_timing = options.base is not None or options.base_dir is not None
+    if not wants_timing and (options.timing_only or options.cells or options.kernel):
+        raise BadInput("--timing-only, --cells and --kernel are about timing: add --base REV or --base-dir DIR")
+    if options.accept and wants_timing:
+        raise BadInput("--accept judges nothing: leave out --base, and gate the run first")
+    if not options.min_effect < options.must_see:
+        raise BadInput(f"--must-see ({options.must_see:.2%}) must be more than --min-effect ({options.min_effect:.2%})")
+    if options.accept:
+        return _accept(options)
+    outcome = _judge(options, wants_timing=wants_timing)
+    return EQUAL if outcome.passed else NOT_EQUAL
+
+
+def _accept(options: argparse.Namespace) -> int:
+    from harness.gate.baseline import accept
+
+    difference = accept(options.folder, options.baseline)
+    if not options.quiet:
+        print(difference)
+    return EQUAL
+
+
+def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
+    from harness.gate import exact
+    from harness.gate.outcome import Outcome
+    from harness.gate.outputs import write_outputs
     from harness.report.terminal import print_findings
 
-    if options.accept:
-        difference = gate.accept(options.folder, options.baseline)
-        if not options.quiet:
-            print(difference)
-        return EQUAL
-    findings = gate.gate(options.folder, options.baseline)
+    console = terminal()
+    alone = options.timing_only is not None
+    findings = () if alone else exact.gate(options.folder, options.baseline)
+    if not alone and not options.quiet:
+        print_findings(findings, console, suite=exact.suite_name(options.folder))
+    if not wants_timing:
+        return write_outputs(
+            options.folder, suite=exact.suite_name(options.folder), findings=findings, strict=options.strict
+        )
+    cells, base, head, verdicts = _time(options)
+    told = {"base": base.name, "head": head.name, "strict": options.strict}
+    if alone:
+        outcome = Outcome(cells.suite, (), (), verdicts, **told)
+    else:
+        outcome = write_outputs(options.folder, suite=cells.suite, findings=findings, timing=verdicts, **told)
     if not options.quiet:
-        print_findings(findings, terminal(), suite=gate.suite_name(options.folder))
-    return NOT_EQUAL if any(finding.fails for finding in findings) else EQUAL
+        from harness.gate.terminal import print_timing
+
+        print_timing(outcome, console)
+        if cells.left_out:
+            console.print(f"{cells.left_out} cells of the run failed or are unsupported, and were not timed")
+    return outcome
+
+
+def _time(options: argparse.Namespace) -> tuple["Cells", "Version", "Version", "tuple[TimingVerdict, ...]"]:
+    # Before torch is loaded anywhere, as `harness run` does; the processes inherit it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    from rich.console import Console
+
+    from harness.gate.cells import cells_of_config, cells_of_run, choose
+    from harness.gate.timing import judge_times
+    from harness.gate.verdicts import TimingSettings
+    from harness.gate.versions import baseline_commit, checked_out, folder_version, working_tree
+    from harness.report.progress import progress
+
+    cells = cells_of_run(options.folder) if options.timing_only is None else cells_of_config(options.timing_only)
+    cells = choose(cells, glob=options.cells, kernels=options.kernel)
+    settings = TimingSettings(
+        min_effect=options.min_effect,
+        must_see=options.must_see,
+        seconds=options.seconds,
+        threads=cells.threads,
+        suite_seed=cells.seed,
+    )
+    head = working_tree()
+    with contextlib.ExitStack() as stack:
+        if options.base_dir is not None:
+            base = folder_version(options.base_dir)
+        else:
+            revision = options.base or baseline_commit(cells.suite, options.baseline)
+            base = stack.enter_context(checked_out(revision, head.root))
+        report = stack.enter_context(progress(len(cells.cases), Console(stderr=True, quiet=options.quiet)))
+        return cells, base, head, judge_times(base, head, cells.cases, settings, progress=report)
+
+
+def _percent(text: str) -> float:
+    value = float(text.removesuffix("%"))
+    if not 0 < value < 100:
+        raise argparse.ArgumentTypeError(f"{text}: must be more than 0 and less than 100")
+    return value / 100
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 3600:
+        raise argparse.ArgumentTypeError(f"{text}: must be more than 0 and less than 3600")
+    return value

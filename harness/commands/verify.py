@@ -35,6 +35,12 @@ examples:
   harness verify my_model.py:build_model --verbose         your own model, every layer's row shown
   harness verify my_package.models:build_model
   harness verify --all                                     every family, and a table of them
+  harness verify llama --kernel 'sparse?topk=0.9&block_q=4&block_k=4' --budget rel_l1=0.05
+  harness verify llama --tuned tuned.yaml                  the thresholds that `harness tune-sparse` found
+
+approximate kernels (docs/sparse.md): the swap itself is proven with dense attention in the kernel's place. Then each
+layer's attention may depart from dense by a relative L1 of 0.07, the model's output by 0.08 (--budget); tokens that
+differ are reported. A kernel that skips nothing is judged as an exact one.
 
 your own model: a function without arguments that returns the model, or a pair of model and inputs: a tensor, a tuple of
 positional arguments or a dict of keyword arguments. Causal language models of transformers, and models of the families,
@@ -51,7 +57,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(family_names())}; or your own model, as file.py:function or package.module:function",
     )
     target.add_argument("--all", action="store_true", help="every family, one after another")
-    parser.add_argument("--kernel", metavar="NAME|FILE.py:FUNCTION", default="eager", help="default: eager")
+    parser.add_argument("--kernel", metavar="NAME|FILE.py:FUNCTION", help="default: eager")
+    parser.add_argument(
+        "--tuned", metavar="FILE", type=Path, help="a file of `harness tune-sparse`: thresholds for each layer and head"
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="LIMIT=VALUE",
+        type=override,
+        action="append",
+        default=[],
+        help="for approximate kernels: rel_l1 of each layer's attention (0.07), end_rel_l1 of the output (0.08)",
+    )
     parser.add_argument(
         "--config",
         metavar="KEY=VALUE",
@@ -67,6 +84,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     if options.all and (options.config or options.path):
         raise BadInput("--all takes no --config and no --path: they belong to one family")
+    if options.tuned and (options.all or options.kernel):
+        raise BadInput("--tuned goes without --all, for it belongs to one model, and without --kernel, which it names")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is loaded: nothing is ever downloaded
     if options.quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -76,7 +95,9 @@ def execute(options: argparse.Namespace) -> int:
     console.quiet = options.quiet
     found = run(
         all_families() if options.all else [options.target],
-        kernel=options.kernel,
+        kernel=options.kernel or "eager",
+        tuned=options.tuned,
+        budget=dict(options.budget),
         config=dict(options.config),
         path=options.path,
         out=options.out,

@@ -7,6 +7,21 @@ Verdict = Literal["regression", "pass", "inconclusive", "improvement"]
 
 
 @dataclass(frozen=True, slots=True)
+class TimingSettings:
+    """How the timing part measures and judges. Effects are relative: 0.02 is two per cent."""
+
+    min_effect: float = 0.02  # a slowdown must be shown to be larger than this to be a regression
+    must_see: float = 0.05  # a cell passes only if a slowdown of this size would have been seen, and is ruled out
+    seconds: float = 5.0  # a cell's budget for its first measurement; a flagged cell gets as much again
+    level: float = 0.01  # false discovery rate over all cells of the night, for slowdowns and for gains each
+    threads: int = 1
+    suite_seed: int = 0  # of the cases' weights and inputs
+    seed: int | None = None  # of orders and of the bootstrap; None: another one each night
+    timeout_s: float = 600.0  # for building a cell, and for one sample of it
+    max_memory: int | None = None  # of each worker, in bytes; None: 80 % of the machine's, shared among the workers
+
+
+@dataclass(frozen=True, slots=True)
 class TimingVerdict:
     """Changes are relative: 0.05 is five per cent slower. `null` is the base against itself in the same blocks."""
 

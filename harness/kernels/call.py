@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.kernels.tally import Tally
+
 
 class Unsupported(NotImplementedError):
     """The kernel says that it cannot do this call; it never guesses."""
@@ -81,3 +83,5 @@ class Kernel:
     shielded: bool = True  # NaN and inf behind a mask are kept out around it; False: it is judged as it is
     origin: str = "harness"  # file and hash of a user's kernel
     delegates: bool = False  # it hands the work to torch's own attention; a built-in kernel must say so
+    approximate: bool = False  # it leaves work out on purpose: judged by error metrics where a suite says so
+    tally: Tally | None = None  # where an approximate kernel counts what it left out

@@ -3,7 +3,6 @@
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,13 +11,17 @@ from torch import Tensor
 from harness.kernels import plugin, shield
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.names import is_plugin, kernel_names
+from harness.kernels.options import read_options, split_name
 from harness.registry import UnknownName
 
 AnyKernel = str | Kernel | Callable[..., Tensor]
 
 
 def find_kernel(kernel: AnyKernel) -> Kernel:
-    """A name, `file.py:function`, `package.module:function`, a Kernel, or any callable with SDPA's signature."""
+    """A name (`sparse?topk=0.5` with options), `file.py:function`, `package.module:function`, a Kernel, or a callable.
+
+    A callable has SDPA's signature.
+    """
     if isinstance(kernel, Kernel):
         return kernel
     if not isinstance(kernel, str):
@@ -26,10 +29,14 @@ def find_kernel(kernel: AnyKernel) -> Kernel:
         return plugin.from_function(kernel, name, shielded=False, origin="a callable")
     if is_plugin(kernel):
         return plugin.load(kernel)
-    if kernel not in kernel_names():
-        raise UnknownName(f"unknown kernel {kernel!r}; known: {', '.join(kernel_names())}, or file.py:function")
-    place = f"harness.kernels.{kernel}"
-    found: Kernel = (sys.modules.get(place) or importlib.import_module(place)).KERNEL  # a look-up at each call
+    name, query = split_name(kernel)
+    if name not in kernel_names():
+        raise UnknownName(f"unknown kernel {name!r}; known: {', '.join(kernel_names())}, or file.py:function")
+    options = read_options(kernel)
+    place = f"harness.kernels.{name}"
+    module = sys.modules.get(place) or importlib.import_module(place)  # a look-up at each call
+    # With options, and where work left out is counted, each caller has a kernel of its own.
+    found: Kernel = module.make(name=kernel, **options) if query or module.KERNEL.tally is not None else module.KERNEL
     return found
 
 
@@ -75,14 +82,20 @@ def attention(
         dropout_p=dropout_p,
         need_weights=return_weights,
     )
-    # Autocast would round the fp32 scores to half precision again.
-    casts = not q.is_meta and torch.is_autocast_enabled(q.device.type)
-    with torch.autocast(q.device.type, enabled=False) if casts else nullcontext():
-        out, weights = shield.run(find_kernel(kernel), q, k, v, call)
+    out, weights = run(find_kernel(kernel), q, k, v, call)
     if not return_weights:
         return out
     assert weights is not None
     return out, weights
+
+
+def run(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """The kernel behind the shield, for arguments that are already checked."""
+    if not q.is_meta and torch.is_autocast_enabled("cpu" if q.is_cpu else q.device.type):
+        # It would round the fp32 scores to half precision again.
+        with torch.autocast(q.device.type, enabled=False):
+            return shield.run(kernel, q, k, v, call)
+    return shield.run(kernel, q, k, v, call)
 
 
 def make_call(
@@ -136,9 +149,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: 
         raise ValueError(f"{_shapes(q, k, v)}: each must have 4 dimensions (batch, heads, length, channels)")
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one floating dtype")
-    B, H, L, D = q.shape
-    H_kv, S = k.shape[1], k.shape[2]
-    if k.shape[0] != B or k.shape[3] != D or v.shape[:3] != k.shape[:3]:
+    (B, H, L, D), (B_k, H_kv, S, D_k) = q.shape, k.shape
+    if B_k != B or D_k != D or v.shape[:3] != (B, H_kv, S):
         raise ValueError(f"{_shapes(q, k, v)}: must be (B, H, L, D), (B, H_kv, S, D), (B, H_kv, S, D_v)")
     if H_kv == 0 or H % H_kv:
         raise ValueError(f"query heads ({H}) must be a multiple of key/value heads ({H_kv})")

@@ -5,7 +5,21 @@ from pathlib import Path
 
 # Files of this package that hold machinery rather than a kernel.
 MACHINERY = frozenset(
-    {"names", "call", "choice", "counter", "plugin", "shield", "front", "threads", "tiles", "compiling"}
+    {
+        "names",
+        "options",
+        "call",
+        "choice",
+        "counter",
+        "tally",
+        "plugin",
+        "shield",
+        "front",
+        "threads",
+        "tiles",
+        "compiling",
+        "blocksparse",
+    }
 )
 
 

@@ -9,13 +9,15 @@ from harness import store
 from harness.gate.exact import suite_name
 from harness.kernels.names import is_plugin
 from harness.record import Record
+from harness.report.benchmark_file import write_benchmarks
 from harness.report.markdown import summary_markdown
+from harness.report.sparsity import is_approximate, sparsity_markdown
 
 SUMMARY = "summary.md"
 
 
 def rebuild(folder: Path, *, suite: str | None = None, elapsed: float | None = None) -> pd.DataFrame:
-    """Tables and summary.md. `elapsed` is the run's wall time where known, else the time its cases took.
+    """Tables, summary.md, benchmark.json. `elapsed`: the wall time of the run where known, else the time of its cases.
 
     `frame.attrs` holds what else is to be told: which cells are missing, how to go on, and which file each kernel of a
     user's own came from.
@@ -29,7 +31,10 @@ def rebuild(folder: Path, *, suite: str | None = None, elapsed: float | None = N
     text = summary_markdown(
         frame, environment, suite=suite or known_name(folder), measured_share=share, elapsed=seconds
     )
+    if is_approximate(frame):
+        text += "\n" + "\n\n".join(sparsity_markdown(folder)) + "\n"
     store.write_atomically(folder / SUMMARY, text.encode())
+    write_benchmarks(folder, stored.records)
     frame.attrs |= {"measured_share": share, "elapsed": seconds}
     return frame
 

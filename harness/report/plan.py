@@ -9,9 +9,10 @@ from rich.text import Text
 
 from harness.case import DTYPES, PHASES, Case
 from harness.config import Suite
-from harness.document import REGIMES
+from harness.document import REGIMES, STRUCTURES
 from harness.families.names import family_titles
 from harness.kernels.names import kernel_names
+from harness.kernels.options import OPTIONS
 from harness.masks import MASKS
 from harness.specs import VARIANTS
 
@@ -37,11 +38,18 @@ def print_plan(suite: Suite, cases: Sequence[Case], console: Console, *, every: 
 def print_names(console: Console) -> None:
     _print_section(console, "variants", {name: VARIANTS[name].title for name in VARIANTS})
     _print_section(console, "masks", {name: MASKS[name].title for name in MASKS})
-    kernels = dict.fromkeys(kernel_names(), "") | {"FILE.py:FUNCTION": "your own, with SDPA's signature"}
+    kernels = {name: _options_of(name) for name in kernel_names()}
+    kernels["FILE.py:FUNCTION"] = "your own, with SDPA's signature"
     _print_section(console, "kernels", kernels)
     _print_section(console, "model families", family_titles())
-    for title, names in (("phases", PHASES), ("dtypes", DTYPES), ("regimes", REGIMES)):
+    inputs = (("regimes", REGIMES), ("structured inputs, named as regimes", STRUCTURES))
+    for title, names in (("phases", PHASES), ("dtypes", DTYPES), *inputs):
         console.print(f"[bold]{title}[/]  {', '.join(names)}", highlight=False)
+
+
+def _options_of(kernel: str) -> str:
+    declared = OPTIONS.get(kernel, {})
+    return "approximate; options: " + ", ".join(f"?{name}=" for name in declared) if declared else ""
 
 
 def _print_section(console: Console, title: str, entries: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from harness.report.format import first_line, measured_line, plain
 from harness.report.summary import judge, not_ok, summarise
 
 SHOWN = 20
-SHOWN_FILES = ("report.html", "summary.md", "results.csv", "results.parquet", "records.jsonl")
+SHOWN_FILES = ("report.html", "summary.md", "results.csv", "results.parquet", "records.jsonl", "benchmark.json")
 
 
 def print_summary(

@@ -29,6 +29,11 @@ LEGEND = (
     "layer/N, end/N: the worst error at a swapped layer and at the model's end, over the noise floor N; ok up to 2.",
     "generate: tokens equal one by one, or the error of the denoised latents over N.",
 )
+LEGEND_APPROXIMATE = (
+    "sparsity: share of the visible blocks that the kernel skipped; L1 = sum|C - G| / sum|G| against dense in float64,",
+    "of a layer's attention on the q, k and v that it was given (worst batch), and of the model's output.",
+    "generate: the step of the first token that is another one, or L1 of the denoised latents; no failure by itself.",
+)
 
 
 def print_name(name: str, console: Console) -> None:
@@ -46,23 +51,55 @@ def print_step(step: "Step", console: Console) -> None:
     console.print(line)
 
 
-def print_layers(found: "Verification", console: Console) -> None:
-    """Every tensor that was judged, in order of execution."""
+def print_layers(found: "Verification", console: Console, *, every_batch: bool = True) -> None:
+    """Every tensor that was judged, in order of execution; of an approximate kernel, else, each layer's worst batch."""
     if found.layers.empty:
         return
-    rows = found.layers.to_dict("records")
-    console.print(
-        table_of(
-            [
-                Column("batch", [plain(row["batch"]) for row in rows], left=True),
-                Column("tensor", [_tensor(row) for row in rows], left=True),
-                Column("status", [plain(row["status"]) for row in rows], left=True),
-                Column("error/N", [ratio(row["err_ratio"]) for row in rows]),
-                Column("max error", [small(row["max_abs_err"]) for row in rows]),
-                Column("budget", [small(row["err_budget"]) for row in rows]),
-            ]
-        )
-    )
+    columns = _approximate_columns(found, every_batch=every_batch) if found.approximate else _exact_columns(found)
+    table = table_of(columns)
+    for title in ("max", "RMSE", "cosine") if found.approximate else ():  # all of them are in layers.csv
+        if not fits(table, console):
+            columns = [column for column in columns if column.title != title]
+            table = table_of(columns)
+    console.print(table)
+
+
+def _exact_columns(found: "Verification") -> list[Column]:
+    rows: list[Any] = found.layers.to_dict("records")
+    return [
+        Column("batch", [plain(row["batch"]) for row in rows], left=True),
+        Column("tensor", [_tensor(row) for row in rows], left=True),
+        Column("status", [plain(row["status"]) for row in rows], left=True),
+        Column("error/N", [ratio(row["err_ratio"]) for row in rows]),
+        Column("max error", [small(row["max_abs_err"]) for row in rows]),
+        Column("budget", [small(row["err_budget"]) for row in rows]),
+    ]
+
+
+def _approximate_columns(found: "Verification", *, every_batch: bool) -> list[Column]:
+    rows: list[Any] = found.layers[found.layers["rel_l1"].notna() | (found.layers["status"] != "ok")].to_dict("records")
+    if not every_batch:
+        worst: dict[str, Any] = {}
+        for row in rows:
+            if row["tensor"] not in worst or not row["rel_l1"] <= worst[row["tensor"]]["rel_l1"]:
+                worst[row["tensor"]] = row
+        rows = list(worst.values())
+    return [
+        Column("tensor", [_tensor(row) for row in rows], left=True),
+        Column("batch", [plain(row["batch"]) for row in rows], left=True),
+        Column("status", [plain(row["status"]) for row in rows], left=True),
+        Column("sparsity", [_number(row["sparsity"], ".3f") for row in rows]),
+        Column("no PV", [_number(row["pv_skipped"], ".3f") for row in rows]),
+        Column("rel L1", [_number(row["rel_l1"], ".4f") for row in rows]),
+        Column("cosine", [_number(row["cosine"], ".5f") for row in rows]),
+        Column("RMSE", [small(row["rmse"]) for row in rows]),
+        Column("max", [small(row["max_abs"]) for row in rows]),
+        Column("dense/N", [ratio(row["err_ratio"]) for row in rows]),
+    ]
+
+
+def _number(value: Any, form: str) -> str:
+    return ABSENT if is_absent(value) else format(value, form)
 
 
 def print_verdict(found: Sequence["Verification"], console: Console, *, folder: Path) -> None:
@@ -75,7 +112,7 @@ def print_verdict(found: Sequence["Verification"], console: Console, *, folder: 
             table = table_of([column for column in columns if column.title != "attention"])
         console.print(table)
         console.print()
-        for line in LEGEND:
+        for line in _legend(found):
             console.print(Text(line, "dim"), highlight=False)
         console.print()
     style = "bold green" if all(each.passed for each in found) else "bold red"
@@ -87,14 +124,11 @@ def print_verdict(found: Sequence["Verification"], console: Console, *, folder: 
 
 
 def verification_markdown(found: Sequence["Verification"], environment: Environment) -> str:
-    columns = _columns(found)
-    rows = zip(*([markdown.text(cell) for cell in column.cells] for column in columns), strict=True)
-    lefts = [column.left for column in columns]
     parts = [
         f"# verify: {_headline(found)}",
         f"**{_counts(found)}**",
-        markdown.table_of([column.title for column in columns], rows, lefts),
-        "<br>".join(LEGEND),
+        _markdown_table(_columns(found)),
+        "<br>".join(_legend(found)),
     ]
     for each in found:
         about = " · ".join(filter(None, (each.title, each.library, f"kernel {each.kernel}")))
@@ -110,21 +144,43 @@ def verification_markdown(found: Sequence["Verification"], environment: Environm
         titles = ("", "step", "found", "s")
         table = markdown.table_of(titles, steps, [True, True, True, False])
         parts += [f"## {markdown.text(each.family)}", markdown.text(about), table]
+        if each.approximate:
+            parts.append(_markdown_table(_approximate_columns(each, every_batch=False)))
     parts += ["## Environment", markdown.environment_table(environment)]
     return "\n\n".join(parts) + "\n"
 
 
+def _markdown_table(columns: list[Column]) -> str:
+    rows = zip(*([markdown.text(cell) for cell in column.cells] for column in columns), strict=True)
+    return markdown.table_of([column.title for column in columns], rows, [column.left for column in columns])
+
+
+def _legend(found: Sequence["Verification"]) -> tuple[str, ...]:
+    exact = () if all(each.approximate for each in found) else LEGEND
+    return (*exact, *(LEGEND_APPROXIMATE if any(each.approximate for each in found) else ()))
+
+
 def _headline(found: Sequence["Verification"]) -> str:
+    """The worst of them."""
     verdicts = {each.verdict for each in found}
-    return "NOT EQUAL" if "not equal" in verdicts else "NOT VERIFIED" if "error" in verdicts else "EQUAL"
+    for verdict in ("not equal", "beyond budget"):
+        if verdict in verdicts:
+            return verdict.upper()
+    if "error" in verdicts:
+        return "NOT VERIFIED"
+    return "WITHIN BUDGET" if "within budget" in verdicts else "EQUAL"
 
 
 def _counts(found: Sequence["Verification"]) -> str:
     seconds = sum(each.seconds for each in found)
+    kernel = f"kernel {plain(found[0].kernel)}, {seconds:.1f} s"
     if len(found) == 1:
-        return f"{plain(found[0].family)}, kernel {plain(found[0].kernel)}, {seconds:.1f} s"
-    equal = sum(each.passed for each in found)
-    return f"{equal} of {len(found)} equal, kernel {plain(found[0].kernel)}, {seconds:.1f} s"
+        return f"{plain(found[0].family)}, {kernel}"
+    within = sum(each.verdict == "within budget" for each in found)
+    equal = sum(each.verdict == "equal" for each in found)
+    counts = [f"{within} of {len(found)} within budget"] if within else []
+    counts += [f"{equal} of {len(found)} equal"] if equal or not within else []
+    return f"{', '.join(counts)}, {kernel}"
 
 
 def _failure(found: "Verification") -> str | None:
@@ -144,6 +200,12 @@ def _tensor(row: Any) -> str:
 def _columns(found: Sequence["Verification"]) -> list[Column]:
     frame = pd.DataFrame([each.row() for each in found])
     rows: list[Any] = frame.to_dict("records")
+    sparse = any(each.approximate for each in found)
+    left_out = [
+        Column("sparsity", [_number(row["sparsity"], ".2f") for row in rows]),
+        Column("layer L1", [_number(row["worst_layer_rel_l1"], ".3f") for row in rows]),
+        Column("end L1", [_number(row["end_rel_l1"], ".3f") for row in rows]),
+    ]
     return [
         Column("family", [plain(row["family"]) for row in rows], left=True),
         Column("attention", [plain(row["attention_class"]) or ABSENT for row in rows], left=True),
@@ -152,6 +214,7 @@ def _columns(found: Sequence["Verification"]) -> list[Column]:
         Column("swapped", [f"{count(row['swapped'])}/{count(row['attentions'])}" for row in rows]),
         Column("layer/N", [ratio(row["worst_layer_err_ratio"]) for row in rows]),
         Column("end/N", [ratio(row["end_err_ratio"]) for row in rows]),
+        *(left_out if sparse else ()),
         Column("generate", [_generated(row) for row in rows]),
         Column("s", [f"{row['seconds']:.1f}" for row in rows]),
         Column("verdict", [row["verdict"] for row in rows], left=True),
@@ -161,6 +224,10 @@ def _columns(found: Sequence["Verification"]) -> list[Column]:
 def _generated(row: Any) -> str:
     if row["generate"] in ("none", "not run"):
         return ABSENT
+    if not is_absent(row["generated_rel_l1"]):
+        return f"L1 {row['generated_rel_l1']:.3f}"
+    if not is_absent(row["first_difference"]) and row["generate"] == "passed":
+        return f"differs at {int(row['first_difference'])}"
     if not is_absent(row["generated_err_ratio"]):
         return f"{ratio(row['generated_err_ratio'])} N"
     return "tokens =" if row["generate"] == "passed" else "tokens differ"

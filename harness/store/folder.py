@@ -17,7 +17,7 @@ from harness.store.tables import CSV, PARQUET
 
 LATEST = "latest"
 # What a run writes besides its records; the last two are the report's.
-WRITTEN = (CONFIG, ENVIRONMENT, CSV, PARQUET, "summary.md", "report.html")
+WRITTEN = (CONFIG, ENVIRONMENT, CSV, PARQUET, "summary.md", "report.html", "benchmark.json")
 
 
 @dataclass(frozen=True, slots=True)

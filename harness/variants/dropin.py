@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.kernels.front import AnyKernel, attention, find_kernel
+from harness.kernels.front import AnyKernel, find_kernel, make_call, run
 from harness.variants import torch_masks
 
 DeadRows = Literal["zero", "torch"]
@@ -95,8 +95,10 @@ class DropInAttention(nn.Module):
         query, key, value = self._to_batch_first(query, key, value, batched)  # (B, L, E), (B, S, kdim), (B, S, vdim)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        sizes: dict[str, Any] = {"embed_dim": self.embed_dim, "heads": self.num_heads, "packs": self.packs}
-        torch_masks.check_sizes(query, key, value, key_padding_mask, attn_mask, **sizes)
+        torch_masks.check_sizes(
+            query, key, value, key_padding_mask, attn_mask, embed_dim=self.embed_dim, heads=self.num_heads,
+            packs=self.packs,
+        )  # fmt: skip
         # torch takes the hint at its word, top-left aligned, only where it needs neither the weights nor padding.
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = torch_masks.merge_masks(
@@ -105,8 +107,9 @@ class DropInAttention(nn.Module):
 
         q, k, v = self._project(query, key, value)  # (B, L, E), (B, S, E), (B, S, E)
         k, v, mask = self._append_tokens(k, v, mask)
-        q, k, v = (t.view(*t.shape[:2], self.num_heads, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, L or S, D)
-        heads, weights = self._attend(q, k, v, mask, causal, need_weights)  # (B, H, L, D), (B, H, L, S)
+        heads, weights = self._attend(
+            self._by_head(q), self._by_head(k), self._by_head(v), mask, causal, need_weights
+        )  # (B, H, L, D), (B, H, L, S)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
         if not batched:
             out = out.squeeze(0)
@@ -130,8 +133,14 @@ class DropInAttention(nn.Module):
         v = k if value is key else turn(value)
         return q, k, v
 
+    def _by_head(self, t: Tensor) -> Tensor:
+        B, length, _ = t.shape
+        return t.view(B, length, self.num_heads, self.head_dim).transpose(1, 2)
+
     def _append_tokens(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """add_bias_kv's learnt token, then add_zero_attn's zero token: after all keys, and visible to all."""
+        if self.bias_k is None and not self.add_zero_attn:
+            return k, v, mask
         B, S = k.shape[:2]
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(B, 1, -1).to(k.dtype)], dim=1)
@@ -143,12 +152,14 @@ class DropInAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        rules: dict[str, Any] = {"mask": mask, "causal": causal, "q_start": 0, "kernel": self.kernel}
-        dropout_p = self.dropout if self.training else 0.0
+        call = make_call(
+            q, k, v, mask=mask, causal=causal, q_start=0, dropout_p=self.dropout if self.training else 0.0,
+            need_weights=need_weights,
+        )  # fmt: skip
+        heads, weights = run(self.kernel, q, k, v, call)
         if not need_weights:
-            heads: Tensor = attention(q, k, v, dropout_p=dropout_p, **rules)
             return heads, None
-        heads, weights = attention(q, k, v, dropout_p=dropout_p, return_weights=True, **rules)
+        assert weights is not None
         if self.dead_rows == "torch" and mask is not None:
             dead = torch_masks.dead_rows(mask)
             heads, weights = (t.masked_fill(dead, float("nan")) for t in (heads, weights))

@@ -42,16 +42,15 @@ def check_sizes(
     packs: bool,
 ) -> None:
     """Of batch-first inputs, as torch: (B, L, E), (B, S, kdim), (B, S, vdim)."""
-    (B, L, E), S = query.shape, key.shape[1]
+    (B, L, E), (B_k, S, E_k), (B_v, S_v, E_v) = query.shape, key.shape, value.shape
     if embed_dim != E:
         raise AssertionError(f"query has {E} channels: must be embed_dim = {embed_dim}")
-    if packs and key.shape != value.shape:
-        raise AssertionError(f"key {tuple(key.shape)} and value {tuple(value.shape)}: must have one shape")
-    if key.shape[:2] != value.shape[:2]:
-        found = f"key {tuple(key.shape[:2])} and value {tuple(value.shape[:2])}"
-        raise AssertionError(f"{found}: must agree in batch and length")
-    if key.shape[0] != B:
-        raise RuntimeError(f"query has batch {B}, key {key.shape[0]}: must be the same")
+    if packs and (B_k, S, E_k) != (B_v, S_v, E_v):
+        raise AssertionError(f"key {(B_k, S, E_k)} and value {(B_v, S_v, E_v)}: must have one shape")
+    if (B_k, S) != (B_v, S_v):
+        raise AssertionError(f"key {(B_k, S)} and value {(B_v, S_v)}: must agree in batch and length")
+    if B_k != B:
+        raise RuntimeError(f"query has batch {B}, key {B_k}: must be the same")
     if attn_mask is not None:
         expected = (L, S) if attn_mask.ndim == 2 else (B * heads, L, S)
         if attn_mask.shape != expected:

@@ -1,7 +1,7 @@
 """Step 4: is the swapped model's output the same at its end, and at every swapped layer on the way?"""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from harness.families.family import Batch, Family, FamilyError
 from harness.report.format import plural, ratio
 from harness.swaps import SwapReport
 from harness.verify.capture import Place, captured
+from harness.verify.deviation import Deviation
 from harness.verify.draws import Batches, comparing, draw_all, each
 from harness.verify.result import END, Kind
 
@@ -27,6 +28,7 @@ class Judged:
     kind: Kind
     layer: str
     verdict: TensorVerdict
+    deviation: Deviation | None = None  # of an approximate kernel
 
     @property
     def ok(self) -> bool:
@@ -38,16 +40,17 @@ class Forward:
     judged: tuple[Judged, ...]  # batch by batch, in order of execution
     batches: int
     problem: str | None
+    goldens: Mapping[str, Outputs] = field(repr=False)  # by batch: what the original gives in float64
 
     @property
     def summary(self) -> str:
-        layer = self._worst("layer")
+        layer = self.worst("layer")
         where = f"{layer.verdict.tensor}, {layer.batch}"
-        end = ratio(self._worst("end", "fast path").verdict.err_ratio)
+        end = ratio(self.worst("end", "fast path").verdict.err_ratio)
         batches = plural(self.batches, "batch", "batches")
         return f"{batches}: worst layer {ratio(layer.verdict.err_ratio)} N ({where}), end {end} N"
 
-    def _worst(self, *kinds: Kind) -> Judged:
+    def worst(self, *kinds: Kind) -> Judged:
         return max((row for row in self.judged if row.kind in kinds), key=lambda row: row.verdict.rank)
 
 
@@ -58,7 +61,7 @@ def compare_forward(reference: nn.Module, swapped: nn.Module, report: SwapReport
     layers = [row.name for row in report.swapped]
 
     def run(model: nn.Module, given: Batches) -> dict[str, Outputs]:
-        return {name: _outputs(model, batch, layers, family, seed) for name, batch in given.items()}
+        return {name: outputs_of(model, batch, layers, family, seed) for name, batch in given.items()}
 
     references, goldens = draw_all(reference, batches, run, seed=seed)
     judged: list[Judged] = []
@@ -70,7 +73,7 @@ def compare_forward(reference: nn.Module, swapped: nn.Module, report: SwapReport
 
     for name, batch in each(batches, Tensor.clone).items():
         before = calls_of(report)
-        candidate = _outputs(swapped, batch, layers, family, seed)
+        candidate = outputs_of(swapped, batch, layers, family, seed)
         watch(name, before)
         r, g = [draw[name] for draw in references], [draw[name] for draw in goldens]
         with one_thread():
@@ -81,7 +84,7 @@ def compare_forward(reference: nn.Module, swapped: nn.Module, report: SwapReport
         before = calls_of(report)
         judged += _judge_fast_path(reference, swapped, {first: batches[first]}, family, seed)
         watch(first, before)
-    return Forward(tuple(judged), len(batches), _problem(judged, bypassed, idle))
+    return Forward(tuple(judged), len(batches), _problem(judged, bypassed, idle), goldens[0])
 
 
 def _judge_fast_path(
@@ -104,7 +107,7 @@ def calls_of(report: SwapReport) -> dict[str, int]:
     return {row.name: row.calls for row in report.swapped}
 
 
-def _outputs(model: nn.Module, batch: Batch, layers: Sequence[str], family: Family, seed: int) -> Outputs:
+def outputs_of(model: nn.Module, batch: Batch, layers: Sequence[str], family: Family, seed: int) -> Outputs:
     with comparing(seed), captured(model, layers) as seen:
         result = batch.through(model)
     return seen | _end(result, model, family)
@@ -135,14 +138,14 @@ def _judge_batch(
             raise ArithmeticError(f"{place} is {goldens[0][place].dtype} in a float64 copy of the model: no golden")
         else:
             r, g = [draw[place] for draw in references], [draw[place] for draw in goldens]
-            verdict = judge(str(place), candidate[place], r, g, regime=name, may_differ=_left_open(batch, reference))
+            verdict = judge(str(place), candidate[place], r, g, regime=name, may_differ=left_open(batch, reference))
         yield Judged(name, kind, place.layer, verdict)
     for place in (place for place in candidate if place not in references[0] and not place.optional):
         verdict = TensorVerdict(str(place), name, "mismatch", "did not run in the original model")
         yield Judged(name, "layer", place.layer, verdict)
 
 
-def _left_open(batch: Batch, tensor: Tensor) -> Tensor | None:
+def left_open(batch: Batch, tensor: Tensor) -> Tensor | None:
     """Rows at padding: what attention gives a query that is none is nobody's business."""
     real = batch.real
     if real is None or tensor.shape[: real.ndim] != real.shape:

@@ -38,6 +38,9 @@ class Verification:
     structure: Structure | None = None  # None here and below: the step that tells it was not reached
     parameters: int | None = None
     swapped: int | None = None
+    approximate: bool = False  # the kernel left something out: judged by a budget instead of by equality
+    sparsity: float | None = None  # of all layers and batches of the forward step
+    first_difference: int | None = None  # the step of the first generated token that is another one
 
     @property
     def passed(self) -> bool:
@@ -51,8 +54,10 @@ class Verification:
     @property
     def verdict(self) -> str:
         if self.passed:
-            return "equal"
-        return "error" if all(step.raised for step in self.steps if step.status == "failed") else "not equal"
+            return "within budget" if self.approximate else "equal"
+        if all(step.raised for step in self.steps if step.status == "failed"):
+            return "error"
+        return "beyond budget" if self.approximate else "not equal"
 
     @property
     def seconds(self) -> float:
@@ -66,6 +71,11 @@ class Verification:
         judged = self.layers[self.layers["kind"].isin(kinds) & self.layers["err_ratio"].notna()]
         rows: list[Any] = judged.to_dict("records")
         return max(rows, key=lambda row: row["err_ratio"], default={})
+
+    def farthest(self, *kinds: Kind) -> float | None:
+        """The largest relative L1 among rows of these kinds; None if none has one."""
+        found = self.layers.loc[self.layers["kind"].isin(kinds), "rel_l1"].dropna()
+        return None if found.empty else float(found.max())
 
     def row(self) -> dict[str, Any]:
         """This verification as a row of the table of all; None where a step was not reached."""
@@ -88,6 +98,11 @@ class Verification:
             "worst_layer_err_ratio": layer.get("err_ratio"),
             "end_err_ratio": self.worst("end", "fast path").get("err_ratio"),
             "generated_err_ratio": self.worst("generated").get("err_ratio"),
+            "sparsity": self.sparsity,
+            "worst_layer_rel_l1": self.farthest("layer"),
+            "end_rel_l1": self.farthest("end"),
+            "generated_rel_l1": self.farthest("generated"),
+            "first_difference": self.first_difference,
             **{step.name: step.status for step in self.steps},
             "seconds": self.seconds,
             "verdict": self.verdict,

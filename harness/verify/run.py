@@ -16,6 +16,8 @@ from harness.families.names import family_names
 from harness.kernels.front import find_kernel
 from harness.report.verification import print_layers, print_name, print_step, print_verdict, verification_markdown
 from harness.swaps.engine import ADAPTERS
+from harness.tuning import file as tuning_file
+from harness.tuning.use import placeholder, tuned_name
 from harness.verify.result import Verification
 from harness.verify.steps import not_loaded, verify
 
@@ -25,7 +27,9 @@ MARKDOWN, TABLE, LAYERS = "verify.md", "verify.csv", "layers.csv"
 def run(
     targets: Sequence[str],
     *,
-    kernel: str,
+    kernel: str = "eager",
+    tuned: Path | None = None,
+    budget: Mapping[str, Any] | None = None,
     console: Console,
     out: Path | None = None,
     config: Mapping[str, Any] | None = None,
@@ -33,7 +37,9 @@ def run(
     every_layer: bool = False,
 ) -> list[Verification]:
     """One target, or several one after the other: of several, one that cannot be loaded does not stop the rest."""
-    found_kernel = find_kernel(kernel)
+    tuned = tuned or tuned_name(kernel)
+    thresholds = None if tuned is None else tuning_file.load(tuned)
+    found_kernel = find_kernel(kernel) if thresholds is None else placeholder(thresholds)
     _refuse_taken(out)
     where = environment.collect(torch.get_num_threads())
     folder: Path | None = None
@@ -42,7 +48,13 @@ def run(
         print_name(target, console)
         try:
             done = verify(
-                target, kernel=found_kernel, config=config, path=path, on_step=lambda step: print_step(step, console)
+                target,
+                kernel=found_kernel,
+                tuned=thresholds,
+                budget=budget,
+                config=config,
+                path=path,
+                on_step=lambda step: print_step(step, console),
             )
         except BadInput as error:
             if len(targets) == 1:
@@ -50,8 +62,8 @@ def run(
             done = not_loaded(target, found_kernel, error)
             for step in done.steps:
                 print_step(step, console)
-        if every_layer:
-            print_layers(done, console)
+        if every_layer or done.approximate:
+            print_layers(done, console, every_batch=every_layer)
         found.append(done)
         folder = folder or _create(out)
         _write(folder, found, where)  # after each, so that an interrupted run leaves what it found

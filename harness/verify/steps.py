@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,20 @@ from harness.families.family import Family, Structure, find_family
 from harness.kernels.call import Kernel, Unsupported
 from harness.kernels.front import AnyKernel, find_kernel
 from harness.kernels.names import is_plugin
+from harness.kernels.tally import BlockCount
 from harness.report.format import count, plural
 from harness.state import preserved
 from harness.swaps import SwapReport, swap
+from harness.tuning import file as tuning_file
+from harness.tuning.file import Tuned, TuningError
+from harness.tuning.use import give_layers_their_own, placeholder, tuned_name
+from harness.verify.approximation import compare_approximate
+from harness.verify.budget import Budget
+from harness.verify.deviation import Deviation
 from harness.verify.draws import dtype_of
-from harness.verify.forward import Judged, compare_forward
+from harness.verify.forward import Forward, Judged, compare_forward
 from harness.verify.generation import compare_generation
+from harness.verify.metering import Meters, attach_meters
 from harness.verify.result import STEPS, Status, Step, Verification
 from harness.verify.swapping import describe_swap, parameters_of, problem_of_swap
 from harness.verify.user_model import family_of_model, model_and_inputs, user_function
@@ -33,7 +41,8 @@ from harness.verify.user_model import family_of_model, model_and_inputs, user_fu
 log = logging.getLogger(__name__)
 
 LAYER_COLUMNS = ("batch", "kind", "layer", "tensor", "status", "reason", "max_abs_err", "mean_abs_err", "max_rel_err",
-                 "max_ulp_err", "ref_max_abs_err", "err_budget", "err_ratio", "block_ratio", "mean_ratio")  # fmt: skip
+                 "max_ulp_err", "ref_max_abs_err", "err_budget", "err_ratio", "block_ratio", "mean_ratio",
+                 *(column.name for column in fields(Deviation)))  # fmt: skip
 Load = Callable[[], tuple[nn.Module, Family]]
 
 
@@ -45,6 +54,8 @@ def verify(
     path: str | Path | None = None,
     inputs: Any = None,
     seed: int = 0,
+    tuned: Tuned | str | Path | None = None,
+    budget: Budget | Mapping[str, float] | None = None,
     on_step: Callable[[Step], None] | None = None,
     tamper: Callable[[nn.Module], None] | None = None,
 ) -> Verification:
@@ -56,24 +67,36 @@ def verify(
     config   overrides of the family's tiny config
     path     a local checkpoint folder of that family, instead of the tiny random model
     inputs   of a module: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a Batch
+    tuned    thresholds for each layer and head, or the file that `harness tune-sparse` wrote; instead of a kernel
+    budget   how far an approximate kernel may be from dense attention: limits by name, as in Budget
     on_step  is told of each step as it ends
     tamper   changes the swapped model after the swap: to see that what follows can fail
 
     What is wrong with the arguments raises BadInput; what is wrong with the model is a failed step.
     """
-    found = find_kernel(kernel)
-    name, load = _subject(target, config or {}, None if path is None else Path(path), inputs)
+    if tuned is None and isinstance(kernel, str):
+        tuned = tuned_name(kernel)
+    thresholds = tuned if tuned is None or isinstance(tuned, Tuned) else tuning_file.load(tuned)
+    found = find_kernel(kernel) if thresholds is None else placeholder(thresholds)
+    limits = budget if isinstance(budget, Budget) else _budget(budget or {}, thresholds)
+    name, load = subject(target, config or {}, None if path is None else Path(path), inputs)
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     flags = [module.training for module in modules]
     try:
         with preserved():
-            return _Run(name, found, seed, on_step, tamper).through(load)
+            return _Run(name, found, seed, on_step, tamper, thresholds, limits).through(load)
     finally:
         for module, training in zip(modules, flags, strict=True):
             module.training = training
 
 
-def _subject(
+def _budget(given: Mapping[str, float], tuned: Tuned | None) -> Budget:
+    """Tuned thresholds are held to what they were tuned for."""
+    default = Budget() if tuned is None else Budget(rel_l1=max(Budget().rel_l1, tuned.limit))
+    return Budget.of(given, default=default)
+
+
+def subject(
     target: str | Family | nn.Module, config: Mapping[str, Any], path: Path | None, inputs: Any
 ) -> tuple[str, Load]:
     """What is verified, and how it is loaded."""
@@ -121,8 +144,14 @@ class _Run:
         seed: int,
         on_step: Callable[[Step], None] | None,
         tamper: Callable[[nn.Module], None] | None,
+        tuned: Tuned | None,
+        budget: Budget,
     ) -> None:
         self.name, self.kernel, self.seed, self.on_step, self.tamper = name, kernel, seed, on_step, tamper
+        self.tuned, self.budget = tuned, budget
+        self.meters: Meters | None = None  # of an approximate kernel
+        self.count: BlockCount | None = None
+        self.first_difference: int | None = None
         self.family: Family | None = None
         self.structure: Structure | None = None
         self.parameters: int | None = None
@@ -153,6 +182,9 @@ class _Run:
             structure=self.structure,
             parameters=self.parameters,
             swapped=self.swapped,
+            sparsity=self.count.sparsity if self.count else None,
+            approximate=self.count is not None,
+            first_difference=self.first_difference,
         )
 
     def _load(self, load: Load) -> nn.Module:
@@ -181,6 +213,15 @@ class _Run:
         with self._step("swap") as end:
             watched = WatchedKernel(self.kernel).as_kernel()  # a kernel that writes into its inputs is told of by name
             swapped, report = swap(model, kernel=watched, **self.family.swap_options)
+            if self.tuned is not None:
+                give_layers_their_own(
+                    self.tuned,
+                    report,
+                    heads=self.structure.heads,
+                    around=lambda kernel: WatchedKernel(kernel).as_kernel(),
+                )
+            if self.kernel.approximate:
+                self.meters = attach_meters(report)
             self.swapped = len(report.swapped)
             problem = problem_of_swap(model, swapped, report, self.structure.attentions)
             end("failed" if problem else "passed", problem or describe_swap(report, parameters_of(swapped)))
@@ -189,7 +230,14 @@ class _Run:
     def _forward(self, model: nn.Module, swapped: nn.Module, report: SwapReport) -> None:
         assert self.family is not None
         with self._step("forward") as end:
-            found = compare_forward(model, swapped, report, self.family, self.seed)
+            found: Forward
+            if self.meters is None:
+                found = compare_forward(model, swapped, report, self.family, self.seed)
+            else:
+                found = approximation = compare_approximate(
+                    model, swapped, report, self.family, self.seed, meters=self.meters, budget=self.budget
+                )
+                self.count = approximation.count if approximation.skipped_any else None
             self.judged += found.judged
             end("failed" if found.problem else "passed", found.problem or found.summary)
 
@@ -200,8 +248,9 @@ class _Run:
             if generate is None:
                 end("none", f"{self.family.name} does not generate")
                 return
-            found = compare_generation(model, swapped, report, self.family, generate, self.seed)
+            found = compare_generation(model, swapped, report, self.family, generate, self.seed, meters=self.meters)
             self.judged += found.judged
+            self.first_difference = found.first_difference
             end("passed" if found.passed else "failed", found.message)
 
     @contextmanager
@@ -214,8 +263,8 @@ class _Run:
         try:
             yield end
         except (Exception, SystemExit) as error:  # whatever a user's code raises
-            if name == "load" and isinstance(error, BadInput):
-                raise  # a config or a checkpoint that is wrong: nothing was verified
+            if isinstance(error, TuningError) or (name == "load" and isinstance(error, BadInput)):
+                raise  # a config, a checkpoint or thresholds that are wrong: nothing was verified
             log.debug("%s: %s raised", self.name, name, exc_info=True)
             self._end(Step(name, "failed", describe_error(error), time.perf_counter() - started, raised=True))
             raise _Stopped from error
@@ -248,7 +297,9 @@ def _with_version(library: str) -> str:
 
 def _table(family: str, judged: list[Judged]) -> pd.DataFrame:
     rows = [
-        asdict(row.verdict) | {"batch": row.batch, "kind": row.kind, "layer": row.layer or "the model"}
+        asdict(row.verdict)
+        | (asdict(row.deviation) if row.deviation else {})
+        | {"batch": row.batch, "kind": row.kind, "layer": row.layer or "the model"}
         for row in judged
     ]
     frame = pd.DataFrame(rows, columns=list(LAYER_COLUMNS))

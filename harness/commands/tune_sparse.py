@@ -1,0 +1,86 @@
+"""`harness tune-sparse`: how much attention can each layer and head of a model leave out?"""
+
+import argparse
+import os
+from pathlib import Path
+
+from harness.arguments import override
+from harness.console import terminal
+from harness.errors import BadInput
+from harness.exits import EQUAL
+from harness.families.names import family_names
+
+HELP = "find how much attention each layer and head of a model can leave out"
+VERBOSE = "show every head's thresholds"
+DESCRIPTION = """\
+Searches, layer by layer and head by head, for the sparsest thresholds of block-sparse attention whose relative L1
+against dense attention stays within a budget on the model's inputs, as SpargeAttn tunes: first the threshold that
+chooses blocks, within --l1, then the one that leaves out products with the values, within --pv-l1. Each threshold is
+found by bisection; a head whose error is no monotone function of it is reported. The result is plain YAML.
+
+Nothing is downloaded, and the same model, inputs and seed give the same file.
+"""
+EPILOG = """\
+exit codes:  0 tuned   2 bad input   3 a bug in harness
+
+examples:
+  harness tune-sparse llama --kernel 'sparse?block_q=4&block_k=4'   blocks small enough for a tiny model
+  harness tune-sparse my_model.py:build_model --l1 0.05 --pv-l1 0.06 --out mine.yaml
+  harness verify llama --tuned tuned.yaml                           is the model still what it was, within the budget?
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="FAMILY|FILE.py:FUNCTION",
+        help=f"one of {', '.join(family_names())}; or your own model and its inputs, as for `harness verify`",
+    )
+    parser.add_argument(
+        "--kernel", default="sparse", help="with what holds for all heads: sparse?block_q=64&block_k=64"
+    )
+    parser.add_argument(
+        "--by", choices=("topk", "cdf"), default="topk", help="choose blocks by their number, or by their share (topk)"
+    )
+    parser.add_argument("--l1", type=float, default=0.07, help="limit of a head's relative L1 by the blocks (0.07)")
+    parser.add_argument("--pv-l1", type=float, default=0.08, help="limit with a PV threshold on top (0.08)")
+    parser.add_argument("--no-pv", action="store_true", help="look for no PV threshold")
+    parser.add_argument(
+        "--config",
+        metavar="KEY=VALUE",
+        type=override,
+        action="append",
+        default=[],
+        help="override a key of the family's tiny config; the value is YAML; repeat for several",
+    )
+    parser.add_argument("--path", metavar="DIR", type=Path, help="a local checkpoint folder of the family")
+    parser.add_argument("--seed", type=int, default=0, help="of the calibration inputs (0)")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("tuned.yaml"), help="default: tuned.yaml")
+
+
+def execute(options: argparse.Namespace) -> int:
+    if options.out.exists():
+        raise BadInput(f"{options.out} exists already; give another --out or move it")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is loaded: nothing is ever downloaded
+    if options.quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from harness.report.tuning import print_layer, print_tuned
+    from harness.tuning import file
+    from harness.tuning.search import tune
+
+    console = terminal()
+    console.quiet = options.quiet
+    found = tune(
+        options.target,
+        kernel=options.kernel,
+        by=options.by,
+        l1=options.l1,
+        pv_l1=None if options.no_pv else options.pv_l1,
+        config=dict(options.config),
+        path=options.path,
+        seed=options.seed,
+        on_layer=lambda layer: print_layer(layer, console, every_head=options.verbose),
+    )
+    file.save(found, options.out)
+    print_tuned(found, options.out, console)
+    return EQUAL

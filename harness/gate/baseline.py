@@ -1,0 +1,122 @@
+"""The accepted state of a suite: one table for people to review, and what it came from, both committed."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+from harness import store
+from harness.environment import Environment
+from harness.gate.columns import BASELINE_COLUMNS, GATED, PEAK, rows, same, show
+from harness.gate.finding import GateError
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a baseline came from; stands beside its table as JSON."""
+
+    suite: str
+    commit: str | None
+    config_sha256: str
+    environment: Environment
+
+
+def accept(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) -> str:
+    """Makes the run the baseline; returns what that changes, to be reviewed with the commit."""
+    suite = suite or suite_name(run_folder)
+    stored = store.read(run_folder)
+    if stored.lack:
+        raise GateError(f"{run_folder} is {stored.lack}; a baseline must have them all: resume it first")
+    run = store.table(stored.records)
+    if run.empty:
+        raise GateError(f"{run_folder} has no cells; an empty baseline would guard nothing")
+    environment = store.read_environment(run_folder)
+    provenance = Provenance(suite, environment.commit, config_hash(run_folder), environment)
+    new = _baseline_table(run)
+    csv, _ = _paths(suite, baseline_dir)
+    old = read_baseline(suite, baseline_dir)[0] if csv.exists() else new.iloc[:0]
+    text = _describe(suite, old, new, environment)
+    baseline_dir.mkdir(parents=True, exist_ok=True)
+    for path, data in zip(_paths(suite, baseline_dir), (_csv(new), _json(provenance)), strict=True):
+        store.write_atomically(path, data.encode())
+    return text
+
+
+def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provenance]:
+    csv, about = _paths(suite, baseline_dir)
+    if not csv.exists() or not about.exists():
+        absent = csv if not csv.exists() else about
+        raise GateError(f"no baseline {absent}; accept a run as baseline with: harness gate --accept")
+    try:
+        frame = pd.read_csv(csv, dtype={name: store.dtype(name) for name in BASELINE_COLUMNS}, keep_default_na=False,
+                            na_values={name: [""] for name in BASELINE_COLUMNS})  # fmt: skip
+        data = json.loads(about.read_text(encoding="utf-8"))
+        provenance = Provenance(**{**data, "environment": Environment.from_json(json.dumps(data["environment"]))})
+    except (ValueError, TypeError, KeyError) as error:
+        raise GateError(f"the baseline {csv} or {about.name} is broken: {error}") from error
+    if provenance.suite != suite:
+        raise GateError(f"{csv} is the baseline of suite {provenance.suite!r}, not of {suite!r}; rename one of them")
+    if PEAK not in frame.columns:  # accepted before peak memory was gated
+        frame[PEAK] = pd.Series(pd.NA, index=frame.index, dtype=store.dtype(PEAK))
+    return frame, provenance
+
+
+def suite_name(folder: Path) -> str:
+    """The `name` of the run's saved config."""
+    path = Path(folder) / store.CONFIG
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise GateError(f"{path} does not exist, so the run's suite is not known") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise GateError(f"{path}: {error}") from error
+    name = config.get("name") if isinstance(config, dict) else None
+    if not isinstance(name, str) or not name:
+        raise GateError(f"{path} has no `name`, so the run's suite is not known")
+    return name
+
+
+def config_hash(folder: Path) -> str:
+    return hashlib.sha256((Path(folder) / store.CONFIG).read_bytes()).hexdigest()
+
+
+def _paths(suite: str, baseline_dir: Path) -> tuple[Path, Path]:
+    name = store.slug(suite)
+    return Path(baseline_dir) / f"{name}.csv", Path(baseline_dir) / f"{name}.json"
+
+
+def _baseline_table(run: pd.DataFrame) -> pd.DataFrame:
+    frame = run[list(BASELINE_COLUMNS)].sort_values("case_id", ignore_index=True)
+    # Four digits: enough for a factor of two, few enough that a diff shows changes and not dust.
+    frame["err_ratio"] = [float(f"{value:.4g}") for value in frame["err_ratio"]]
+    return frame
+
+
+def _csv(frame: pd.DataFrame) -> str:
+    return frame.to_csv(index=False, lineterminator="\n")  # floats as repr: they come back bit for bit
+
+
+def _json(provenance: Provenance) -> str:
+    return json.dumps(asdict(provenance), indent=2, ensure_ascii=False) + "\n"
+
+
+def _describe(suite: str, old: pd.DataFrame, new: pd.DataFrame, environment: Environment) -> str:
+    before, after = rows(old), rows(new)
+    lines = []
+    for case_id in sorted(before.keys() | after.keys()):
+        if case_id not in after:
+            lines.append(f"- {case_id}")
+        elif case_id not in before:
+            lines.append(f"+ {case_id}  {after[case_id]['status']}")
+        else:
+            pairs = ((column, before[case_id][column], after[case_id][column]) for column in GATED)
+            changes = [f"{name} {show(a)} -> {show(b)}" for name, a, b in pairs if not same(a, b)]
+            if changes:
+                lines.append(f"~ {case_id}  {'; '.join(changes)}")
+    counts = {mark: sum(line.startswith(mark) for line in lines) for mark in "+-~"}
+    commit = f"{environment.commit or 'no commit'}{' (dirty)' if environment.dirty else ''}"
+    head = f"baseline {suite}: {len(after)} cells at {commit}: {counts['+']} new, {counts['-']} removed, "
+    return "\n".join([f"{head}{counts['~']} changed", *lines])

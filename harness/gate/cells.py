@@ -1,0 +1,54 @@
+"""Which cells the timing part takes, and the settings that they ran with."""
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from harness import store
+from harness.case import CASE_FIELDS, Case
+from harness.config import load_suite
+from harness.errors import BadInput
+from harness.gate.baseline import suite_name
+from harness.runner import threads_of
+
+TIMED = ("ok", "degraded")  # the others have failed, or never ran: the exact part says so
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    suite: str
+    cases: tuple[Case, ...]
+    threads: int
+    seed: int
+    left_out: int  # cells of the run that have no time to compare
+
+
+def cells_of_run(folder: Path) -> Cells:
+    """Those that ran, with the kernels that they ran with."""
+    records = store.read(folder).records
+    cases = tuple(Case(**{name: getattr(record, name) for name in CASE_FIELDS}) for record in records)
+    timed = tuple(case for case, record in zip(cases, records, strict=True) if record.status in TIMED)
+    config = yaml.safe_load((folder / store.CONFIG).read_text(encoding="utf-8"))
+    threads, seed = store.read_environment(folder).threads, config.get("seed", 0)
+    return Cells(suite_name(folder), timed, threads, seed, len(cases) - len(timed))
+
+
+def cells_of_config(config: Path) -> Cells:
+    suite = load_suite(config)
+    return Cells(suite.name, suite.cases, threads_of(suite), suite.seed, 0)
+
+
+def choose(cells: Cells, *, glob: str | None, kernels: Sequence[str]) -> Cells:
+    """`kernels` take the place of the cells' own."""
+    cases = cells.cases
+    if kernels:
+        cases = tuple(dict.fromkeys(replace(case, kernel=kernel) for case in cases for kernel in kernels))
+    if glob is not None:
+        cases = tuple(case for case in cases if fnmatch.fnmatchcase(case.case_id, glob))
+    if not cases:
+        found = f"none of {len(cells.cases)} cells is like {glob!r}" if glob is not None else "there are none"
+        raise BadInput(f"no cell to time: {found}")
+    return replace(cells, cases=cases)

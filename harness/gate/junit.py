@@ -1,0 +1,103 @@
+"""gate.xml: JUnit's format, as CI systems read it. One test case per cell, in one suite for each part of the gate."""
+
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Iterable
+
+from harness.gate.finding import Finding
+from harness.gate.outcome import Outcome
+from harness.gate.verdicts import TimingVerdict
+from harness.report.format import plain
+
+WHOLE_RUN = "the whole run"
+
+
+def junit_xml(outcome: Outcome) -> str:
+    suites = [_exact(outcome)] if outcome.cells or outcome.findings else []
+    if outcome.timing:
+        suites.append(_timing(outcome))
+    root = ET.Element("testsuites", {"name": plain(f"gate {outcome.suite}"), **_totals(suites)})
+    root.extend(suites)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _exact(outcome: Outcome) -> ET.Element:
+    findings: dict[str, list[Finding]] = defaultdict(list)
+    for finding in outcome.findings:
+        findings[finding.case_id].append(finding)
+    cases = []
+    # The run itself is a case as well: that it is not empty, and complete.
+    for case_id in ("", *dict.fromkeys((*outcome.cells, *sorted(findings.keys() - {""})))):
+        case = _case(outcome, "exact", case_id or WHOLE_RUN)
+        failing = [one for one in findings[case_id] if one.fails]
+        if failing:
+            _add(case, "failure", failing[0].kind, [f"{one.kind}: {one.message}" for one in failing])
+        if notes := [f"{one.kind}: {one.message}" for one in findings[case_id] if not one.fails]:
+            ET.SubElement(case, "system-out").text = _lines(notes)
+        cases.append(case)
+    return _suite(outcome, "exact", cases)
+
+
+def _timing(outcome: Outcome) -> ET.Element:
+    cases = []
+    for verdict in outcome.timing:
+        case = _case(outcome, "timing", verdict.case_id, seconds=verdict.seconds)
+        if outcome.fails(verdict):
+            _add(case, "failure", verdict.verdict, [verdict.reason])
+        elif verdict.verdict == "inconclusive":  # neither a pass nor a failure, and every reader of JUnit shows it
+            ET.SubElement(case, "skipped", message=plain(f"inconclusive: {verdict.reason}"))
+        ET.SubElement(case, "system-out").text = _lines([f"{verdict.verdict}: {verdict.reason}", _numbers(verdict)])
+        cases.append(case)
+    return _suite(outcome, "timing", cases)
+
+
+def _suite(outcome: Outcome, part: str, cases: list[ET.Element]) -> ET.Element:
+    counts = {
+        "tests": len(cases),
+        "failures": sum(case.find("failure") is not None for case in cases),
+        "errors": 0,
+        "skipped": sum(case.find("skipped") is not None for case in cases),
+    }
+    seconds = sum(float(case.get("time", "0")) for case in cases)
+    name = plain(f"gate {outcome.suite} {part}")
+    numbers = {"time": f"{seconds:.3f}", **{kind: str(count) for kind, count in counts.items()}}
+    suite = ET.Element("testsuite", {"name": name, **numbers})
+    if named := {name: value for name, value in (("base", outcome.base), ("head", outcome.head)) if value}:
+        properties = ET.SubElement(suite, "properties")
+        for name, value in named.items():
+            ET.SubElement(properties, "property", name=name, value=plain(value))
+    suite.extend(cases)
+    return suite
+
+
+def _totals(suites: list[ET.Element]) -> dict[str, str]:
+    names = ("tests", "failures", "errors", "skipped")
+    totals = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in names}
+    return {**totals, "time": f"{sum(float(suite.get('time', '0')) for suite in suites):.3f}"}
+
+
+def _case(outcome: Outcome, part: str, name: str, *, seconds: float = 0.0) -> ET.Element:
+    # A dot in a class name makes a package of what stands before it.
+    classname = f"gate.{plain(outcome.suite).replace('.', '_')}.{part}"
+    return ET.Element("testcase", name=plain(name), classname=classname, time=f"{seconds:.3f}")
+
+
+def _add(case: ET.Element, tag: str, kind: str, messages: list[str]) -> None:
+    """Many readers show the first of several failures alone, so all are in one."""
+    element = ET.SubElement(case, tag, message=plain("; ".join(messages)), type=plain(kind))
+    element.text = _lines(messages)
+
+
+def _lines(messages: Iterable[str]) -> str:
+    # `plain` makes control characters visible, which XML 1.0 cannot hold even when escaped.
+    return "\n".join(plain(message) for message in messages if message)
+
+
+def _numbers(verdict: TimingVerdict) -> str:
+    named = {
+        "base_ms": verdict.base_ms, "head_ms": verdict.head_ms, "reference_ms": verdict.reference_ms,
+        "change": verdict.change, "lo": verdict.lo, "hi": verdict.hi, "smallest": verdict.smallest,
+        "q_value": verdict.q_value,
+    }  # fmt: skip
+    return " ".join(f"{name}={value:.4g}" for name, value in named.items() if value is not None)

@@ -1,0 +1,54 @@
+"""All that the gate found, in one piece: what its outputs are written from."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from harness.gate.finding import Finding
+from harness.gate.verdicts import TimingVerdict
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`base` and `head` say in words what was compared; `cells` are all that the exact part judged."""
+
+    suite: str
+    cells: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    timing: tuple[TimingVerdict, ...] = ()
+    base: str | None = None
+    head: str | None = None
+    strict: bool = False  # an inconclusive cell fails, too
+
+    @property
+    def passed(self) -> bool:
+        return not (self.failing or any(self.fails(verdict) for verdict in self.timing))
+
+    @property
+    def failing(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.fails)
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if not finding.fails)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Cells by what timing says of them."""
+        return Counter(verdict.verdict for verdict in self.timing)
+
+    def fails(self, verdict: TimingVerdict) -> bool:
+        # By what is allowed, so that a verdict which nobody has thought of fails.
+        allowed = {"pass", "improvement"} if self.strict else {"pass", "improvement", "inconclusive"}
+        return verdict.verdict not in allowed
+
+    def timed(self, *verdicts: str) -> tuple[TimingVerdict, ...]:
+        """The cells of these verdicts, the largest change first."""
+        found = [verdict for verdict in self.timing if verdict.verdict in verdicts]
+        return tuple(sorted(found, key=_size, reverse=True))
+
+
+def _size(verdict: TimingVerdict) -> float:
+    if verdict.change is None:
+        return 0.0
+    return math.inf if math.isnan(verdict.change) else abs(verdict.change)

@@ -1,0 +1,126 @@
+"""The parent's side of one version's process: start it, ask it, and say what became of it."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.executors.channel import BrokenMessage, Inbox, send
+from harness.gate.versions import Version
+
+WORKER = Path(__file__).with_name("worker.py")
+START_S = 120.0  # torch's import from a cold disk
+CHUNK = 1 << 16
+LAST_WORDS = 300
+
+
+class Died(Exception):
+    """It ended, hung or lost its pipe; the message says how, as far as is known."""
+
+
+class Refused(Exception):
+    """It lives, but cannot do what it was asked for; the message is its own."""
+
+
+class Process:
+    """One request at a time: `ask` blocks until the answer, the time limit or the end of the process."""
+
+    def __init__(self, version: Version, *, threads: int, allowed: int | None, path: Sequence[str]) -> None:
+        self.version = version
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        self._output, printed = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                # -P: this folder holds a statistics.py, which would hide Python's own.
+                [sys.executable, "-P", str(WORKER), str(version.root), str(requests), str(answers), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                pass_fds=(requests, answers),
+                # Equal in all: a hash seed changes the order of sets for as long as a process lives.
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+                start_new_session=True,
+            )
+        finally:
+            for handle in (requests, answers, printed):
+                os.close(handle)
+        for handle in (self._answers, self._output):
+            os.set_blocking(handle, False)
+        self._inbox, self._said = Inbox(), bytearray()
+        self._hello = {"threads": threads, "allowed": allowed, "path": list(path)}
+
+    def greet(self, warm_up: dict[str, Any] | None = None) -> None:
+        """Waits until it is ready. Apart from the start, so that several start at once."""
+        hello = self._hello if warm_up is None else {**self._hello, "warm_up": warm_up}
+        self._ask(hello, START_S)
+
+    def ask(self, do: str, timeout_s: float, **what: Any) -> dict[str, Any]:
+        return self._ask({"do": do, **what}, timeout_s)
+
+    def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            send(self._requests, message)
+        except BrokenPipeError:
+            raise Died(self._end()) from None
+        answer = self._answer(time.monotonic() + timeout_s, timeout_s)
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        return answer
+
+    def _answer(self, deadline: float, timeout_s: float) -> dict[str, Any]:
+        while True:
+            left = deadline - time.monotonic()
+            readable, _, _ = select.select([self._answers, self._output], [], [], max(left, 0.0))
+            if self._output in readable:
+                self._listen()
+            if self._answers in readable:
+                data = os.read(self._answers, CHUNK)
+                if not data:
+                    raise Died(self._end())
+                try:
+                    for message in self._inbox.feed(data):
+                        return message  # it answers once to each request
+                except BrokenMessage as broken:
+                    raise Died(f"sent a broken message: {broken}") from None
+            elif left <= 0:
+                raise Died(f"no answer within {timeout_s:g} s")
+
+    def _listen(self) -> None:
+        """Keeps the end of what it prints, and only that."""
+        try:
+            data = os.read(self._output, CHUNK)
+        except BlockingIOError:
+            return
+        if not data and self._output >= 0:  # closed: asked again it would be readable for ever
+            os.close(self._output)
+            self._output = os.open(os.devnull, os.O_RDONLY | os.O_NONBLOCK)
+        self._said += data
+        del self._said[:-CHUNK]
+
+    def _end(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        self._listen()
+        names = {number.value: number.name for number in signal.Signals}
+        how = f"exit code {code}" if code >= 0 else f"killed by {names.get(-code, f'signal {-code}')}"
+        words = " ".join(self._said.decode(errors="replace").split())
+        return f"{how}; it said: {words[:LAST_WORDS]}" if words else how
+
+    def kill(self) -> None:
+        """With what it has started; may be called again."""
+        if self._requests < 0:
+            return
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for handle in (self._requests, self._answers, self._output):
+            os.close(handle)
+        self._requests = -1

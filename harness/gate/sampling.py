@@ -1,0 +1,225 @@
+"""Times of one cell in both versions, in turn: rounds of blocks, in each block every side once in random order.
+
+Two processes of the same code differ by some per cent for as long as their memory lies where it lies. So each round
+builds the cell anew, with other holes in the memory before it, in other processes: two of the base, one of the head.
+"""
+
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.case import Case
+from harness.document import Limits
+from harness.executors.memory import allowed_bytes
+from harness.gate.process import Died, Process, Refused
+from harness.gate.statistics import MIN_ROUNDS
+from harness.gate.verdicts import TimingSettings
+from harness.gate.versions import Version
+from harness.kernels.names import is_plugin
+
+SAMPLE_S = 2e-3  # a sample makes calls for about this long
+FEWEST_CALLS, MOST_CALLS = 4, 100
+LONG_S = 3e-3  # a call of this length finds its own caches: one or two are a sample, and need no warming up
+BLOCKS = 8  # of a round
+FEWEST_BLOCKS = 2
+REFERENCE_EVERY = 4  # blocks; it is shown, not judged
+PROCESSES = 3  # of each version
+
+
+class CellFailed(Exception):
+    """The cell cannot be timed. `side` is "base", "head" or "both"; `died` where a process did not survive it."""
+
+    def __init__(self, side: str, reason: str, *, died: bool) -> None:
+        super().__init__(reason)
+        self.side, self.reason, self.died = side, reason, died
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Fixed from the base's time before anything is compared, and the same for all sides."""
+
+    calls: int  # of a sample
+    warm: int  # calls before a sample, not timed: another process had the caches
+    blocks: int  # of a round
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    times: np.ndarray  # (blocks, 3): seconds of a call in base, twin and head
+    reference: tuple[float, ...]
+    disturbed: int  # samples in which every call was interrupted
+    seconds: float
+
+
+class Crew:
+    """The processes of both versions. Those that die are replaced when they are next needed."""
+
+    def __init__(self, base: Version, head: Version, settings: TimingSettings) -> None:
+        self._versions = {"base": base, "head": head}
+        self._settings = settings
+        # Each works alone while the others wait, but all keep what they have built.
+        limits = Limits(max_memory=settings.max_memory)
+        self._allowed = allowed_bytes(limits, 2 * PROCESSES)
+        self._members: dict[tuple[str, int], Process] = {}
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dismiss()
+
+    def muster(self) -> None:
+        """Starts whoever is missing, all at once."""
+        missing = [(side, at) for side in self._versions for at in range(PROCESSES) if (side, at) not in self._members]
+        for key in missing:
+            self._members[key] = self._start(key[0])
+        for side, at in missing:
+            try:
+                self._members[side, at].greet()
+            except (Died, Refused) as error:
+                self.lose(side, at)
+                raise CellFailed(side, f"its process does not start: {error}", died=True) from None
+
+    def member(self, side: str, at: int) -> Process:
+        if (side, at) not in self._members:
+            self.muster()
+        return self._members[side, at]
+
+    def dismiss(self) -> None:
+        """Ends all of them; the next to be needed are fresh."""
+        while self._members:
+            self._members.popitem()[1].kill()
+
+    def lose(self, side: str, at: int) -> None:
+        self._members.pop((side, at)).kill()
+
+    def _start(self, side: str) -> Process:
+        version = self._versions[side]
+        roots = {each.root for each in self._versions.values()}
+        # What the parent can import, but a version's own tree is for that version alone.
+        path = [entry for entry in sys.path if entry and Path(entry).resolve() not in roots]
+        return Process(version, threads=self._settings.threads, allowed=self._allowed, path=path)
+
+    def kernel(self, name: str, side: str) -> str:
+        """A user's file inside the head's tree is taken from each version's own; elsewhere both have the same."""
+        place, _, function = name.rpartition(":")
+        if not is_plugin(name) or not place.endswith(".py"):
+            return name
+        path, head = Path(place).resolve(), self._versions["head"].root
+        if path.is_relative_to(head):
+            path = self._versions[side].root / path.relative_to(head)
+        return f"{path}:{function}"
+
+
+class Sampler:
+    """One cell; `measure` may be called again to go on."""
+
+    def __init__(
+        self, crew: Crew, case: Case, settings: TimingSettings, *, chance: random.Random, blocks: int | None = None
+    ) -> None:
+        """`blocks` of a round; None: as the budget allows."""
+        self._crew, self._case, self._settings, self._chance = crew, case, settings, chance
+        self._blocks = blocks
+        self._plan: Plan | None = None
+        self._took = 0  # rounds
+
+    def round(self) -> Round:
+        started = time.perf_counter()
+        # Two of the base by lot, so that the null shows what processes differ by; those of the head in turn.
+        first, second = self._chance.sample(range(PROCESSES), 2)
+        twins = [("base", first), ("base", second), ("head", self._took % PROCESSES)]
+        self._took += 1
+        for key in twins:
+            self._build(key)
+        if self._plan is None:
+            self._plan = self._make_plan(twins[:2])
+        plan = self._plan
+        times = np.full((plan.blocks, len(twins)), math.nan)
+        reference, disturbed = [], 0
+        for block in range(plan.blocks):
+            order: list[int | None] = list(range(len(twins)))
+            if block % REFERENCE_EVERY == 0:
+                order.append(None)
+            self._chance.shuffle(order)
+            for at in order:
+                key = twins[-1] if at is None else twins[at]
+                answer = self._sample(key, "reference" if at is None else "candidate", plan)
+                if at is None:
+                    reference.append(float(answer["seconds"]))
+                else:
+                    times[block, at] = answer["seconds"]
+                disturbed += bool(answer["disturbed"])
+        return Round(times, tuple(reference), disturbed, time.perf_counter() - started)
+
+    def try_head(self) -> None:
+        """Builds the cell in the head alone, and calls it."""
+        self._build(("head", 0))
+
+    def _build(self, key: tuple[str, int]) -> None:
+        fields = {**asdict(self._case), "kernel": self._crew.kernel(self._case.kernel, key[0])}
+        cell = {
+            "fields": fields,
+            "seed": self._settings.suite_seed,
+            "shift": self._chance.randrange(1 << 32),
+            "reference": key[0] == "head",
+        }
+        self._ask(key, "build", cell=cell)
+
+    def _sample(self, key: tuple[str, int], side: str, plan: Plan) -> dict[str, Any]:
+        return self._ask(key, "time", sample={"side": side, "calls": plan.calls, "warm": plan.warm})
+
+    def _make_plan(self, sides: Sequence[tuple[str, int]]) -> Plan:
+        trial = Plan(calls=3, warm=1, blocks=0)
+        once = float(np.median([self._sample(key, "candidate", trial)["seconds"] for key in sides]))
+        if once >= LONG_S:
+            calls, warm = (2 if once < 3 * LONG_S else 1), 0
+        else:
+            calls, warm = min(MOST_CALLS, max(FEWEST_CALLS, math.ceil(SAMPLE_S / max(once, 1e-9)))), 1
+        block_s = once * (calls + warm) * (3 + 1 / REFERENCE_EVERY)
+        affordable = FIRST * self._settings.seconds / LOOKS[0] / block_s
+        return Plan(calls, warm, self._blocks or max(FEWEST_BLOCKS, min(BLOCKS, int(affordable))))
+
+    def _ask(self, key: tuple[str, int], do: str, **what: Any) -> dict[str, Any]:
+        side, at = key
+        try:
+            return self._crew.member(side, at).ask(do, self._settings.timeout_s, **what)
+        except Died as death:
+            self._crew.lose(side, at)
+            raise CellFailed(side, str(death), died=True) from None
+        except Refused as refusal:
+            raise CellFailed(side, str(refusal), died=False) from None
+
+
+# The schedule is fixed: the level is shared among the looks, and the budget among the two measurements.
+LOOKS = (8, 12, 18, 27, 40)  # rounds
+AGAIN = 16  # rounds of the second measurement, at which nobody looks before its end
+FIRST = 0.6  # of the seconds
+OVERTIME = 1.0  # of a measurement's seconds, for those that cannot have the fewest rounds of any use before
+
+
+def measure_until(
+    sampler: Sampler, seconds: float, *, looks: Sequence[int], enough: Callable[[np.ndarray], bool]
+) -> list[Round]:
+    """Rounds until a look finds that it is enough, the schedule ends, or the time is up."""
+    rounds: list[Round] = []
+    deadline = time.perf_counter() + seconds
+    for look in looks:
+        while len(rounds) < look:
+            rounds.append(sampler.round())
+            left = deadline - time.perf_counter()
+            if (left <= 0 and len(rounds) >= MIN_ROUNDS) or left <= -OVERTIME * seconds:
+                return rounds
+        if enough(stack(rounds)):
+            break
+    return rounds
+
+
+def stack(rounds: Sequence[Round]) -> np.ndarray:
+    return np.stack([each.times for each in rounds])

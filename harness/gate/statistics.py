@@ -1,0 +1,189 @@
+"""Samples -> a verdict. Times are compared within a block, blocks lie in rounds, and rounds are what is independent:
+for each the cell was built anew, so that memory lies elsewhere.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize, stats
+
+from harness.gate.verdicts import TimingSettings, Verdict
+
+RESAMPLES = 500
+FLAG = 1e-3
+SEEN = 0.8  # how often the smallest effect is to be seen
+CONFIDENCE = 0.95  # of the interval, both sides together
+MIN_ROUNDS = 6  # fewer leave a standard error that is a guess
+# What processes of the same code differ by for as long as they live, and what a few of them cannot show by themselves.
+PROCESS_SPREAD = 0.003
+BASE, TWIN, HEAD = range(3)  # the sides of a block; the twin is a second process of the base
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """In log ratios. `freedom` is 0 where there is too little to say anything."""
+
+    change: float
+    error: float  # standard error
+    lo: float
+    hi: float
+    null: float
+    null_lo: float
+    null_hi: float
+    freedom: int
+    blocks: int
+
+    @property
+    def is_sound(self) -> bool:
+        return self.freedom > 0
+
+    @property
+    def unexplained(self) -> float:
+        """What two processes of the same code differ by and noise does not explain: no claim may be finer."""
+        return max(0.0, self.null_lo, -self.null_hi)
+
+    def p_slower(self, effect: float) -> float:
+        """One-sided, against a slowdown of exactly the effect (relative)."""
+        return self._p(self.change - math.log1p(effect) - self.unexplained)
+
+    def p_faster(self, effect: float) -> float:
+        return self._p(-self.change - math.log1p(effect) - self.unexplained)
+
+    def _p(self, beyond: float) -> float:
+        return float(stats.t.sf(beyond / self.error, self.freedom)) if self.is_sound else math.nan
+
+    def smallest(self, effect: float, level: float) -> float:
+        """The smallest relative slowdown that a test at this level would have seen four times in five."""
+        if not self.is_sound:
+            return math.nan
+        return math.expm1(math.log1p(effect) + self.unexplained + _reach(level, self.freedom) * self.error)
+
+
+@functools.cache
+def _reach(level: float, freedom: int) -> float:
+    """How many standard errors beyond the limit an effect must lie to be seen four times in five. The error is an
+    estimate itself, which scatters with the effect's: hence the noncentral t and not a sum of two quantiles."""
+    limit = float(stats.t.isf(level, freedom))
+    return float(optimize.brentq(lambda beyond: stats.nct.sf(limit, freedom, beyond) - SEEN, 0.0, 3 * abs(limit) + 5))
+
+
+_NAN = math.nan
+NOTHING = Estimate(_NAN, _NAN, _NAN, _NAN, _NAN, _NAN, _NAN, freedom=0, blocks=0)
+
+
+def estimate(times: np.ndarray, *, seed: int) -> Estimate:
+    """`times` is (rounds, blocks, 3): seconds of base, its twin and head. A block with a sample that is no time is
+    left out; NOTHING if too many are."""
+    logs = np.log(np.where(np.isfinite(times) & (times > 0), times, np.nan))
+    whole = ~np.isnan(logs).any(axis=2)
+    logs = logs[2 * whole.sum(axis=1) >= whole.shape[1]]  # a round of which half is left
+    if len(logs) < MIN_ROUNDS or 2 * len(logs) < len(times):
+        return NOTHING
+    logs[np.isnan(logs).any(axis=2)] = np.nan
+    R = len(logs)
+    change = logs[..., HEAD] - (logs[..., BASE] + logs[..., TWIN]) / 2
+    null = logs[..., TWIN] - logs[..., BASE]
+    picks = np.random.default_rng(seed).integers(R, size=(RESAMPLES, R))
+    drawn, null_drawn = (_medians(values, picks) for values in (change, null))
+    # Of equal code the change has 3/4 of the null's variance: one side against the mean of two, not one against one.
+    # So the null is a second witness of how far rounds scatter, and widens the interval where it saw more of it.
+    own, witness = drawn.var(ddof=1), 0.75 * null_drawn.var(ddof=1)
+    small = R / (R - 1)  # a bootstrap of few rounds is too narrow
+    error = math.hypot(math.sqrt(small * max(own, (own + witness) / 2)), PROCESS_SPREAD)
+    null_error = math.hypot(math.sqrt(small * null_drawn.var(ddof=1)), PROCESS_SPREAD)
+    middle, null_middle = float(np.nanmedian(change)), float(np.nanmedian(null))
+    freedom, blocks = 2 * R - 1, int((~np.isnan(change)).sum())
+    null_half = float(stats.t.isf((1 - CONFIDENCE) / 2, R - 1)) * null_error
+    unexplained = max(0.0, abs(null_middle) - null_half)
+    half = float(stats.t.isf((1 - CONFIDENCE) / 2, freedom)) * error
+    tails = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(
+        change=middle,
+        error=error,
+        lo=min(middle - half, float(tails[0])) - unexplained,
+        hi=max(middle + half, float(tails[1])) + unexplained,
+        null=null_middle,
+        null_lo=null_middle - null_half,
+        null_hi=null_middle + null_half,
+        freedom=freedom,
+        blocks=blocks,
+    )
+
+
+def _medians(values: np.ndarray, picks: np.ndarray) -> np.ndarray:
+    drawn = values[picks].reshape(len(picks), -1)
+    # nanmedian takes fifty times as long, and nearly always nothing is missing.
+    medians: np.ndarray = np.nanmedian(drawn, axis=1) if np.isnan(values).any() else np.median(drawn, axis=1)
+    return medians
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The error level of one test: that of the night, shared among its cells and the looks at each of them."""
+
+    night: float
+    cells: int
+    looks: int
+
+    @property
+    def alone(self) -> float:
+        """For a cell that is the only one to have changed; what Benjamini and Hochberg ask of the smallest p-value."""
+        return self.night / (self.cells * self.looks)
+
+
+def is_clearly_unchanged(found: Estimate, settings: TimingSettings, level: Level) -> bool:
+    """Enough has been measured: slowdowns that must be seen would be, and are ruled out."""
+    if not found.is_sound:
+        return False
+    sees = found.smallest(settings.min_effect, level.alone) <= settings.must_see
+    return sees and math.expm1(found.hi) <= settings.must_see and found.lo >= -math.log1p(settings.must_see)
+
+
+def is_flagged(found: Estimate, settings: TimingSettings) -> bool:
+    """Whether it looks changed so much that the rest of the time is better spent on measuring it again."""
+    return min(found.p_slower(settings.min_effect), found.p_faster(settings.min_effect)) <= FLAG
+
+
+def adjust(p_values: Sequence[float]) -> list[float]:
+    """Benjamini and Hochberg, over all cells of the night; one without a p-value is a test that found nothing."""
+    if not len(p_values):
+        return []
+    filled = [1.0 if math.isnan(p) else min(1.0, p) for p in p_values]
+    return [float(q) for q in stats.false_discovery_control(filled, method="bh")]
+
+
+def decide(
+    found: Estimate,
+    settings: TimingSettings,
+    *,
+    q_slower: float,
+    q_faster: float,
+    smallest: float,
+    second: Estimate | None,
+) -> tuple[Verdict, str]:
+    """The verdict and why. Every comparison is written so that NaN ends as inconclusive."""
+    if not found.is_sound:
+        return "inconclusive", "too few whole samples"
+    change, allowed = math.expm1(found.change), math.log1p(settings.min_effect)
+    confirmed = math.nan if second is None else second.change
+    for word, sign, q in (("regression", 1, q_slower), ("improvement", -1, q_faster)):
+        if q <= settings.level:
+            told = f"{abs(change):.1%} {'slower' if sign > 0 else 'faster'}, and by more than {settings.min_effect:.1%}"
+            if not sign * confirmed > allowed:
+                why = "not measured again" if second is None else f"not so when measured again ({_percent(confirmed)})"
+                return "inconclusive", f"{told}, but {why}"
+            return ("regression" if word == "regression" else "improvement"), f"{told} (q = {q:.2g})"
+    if not abs(found.null) <= allowed:
+        return "inconclusive", f"the base differs from itself by {_percent(found.null)}: the machine is too unsteady"
+    if not smallest <= settings.must_see:
+        return "inconclusive", f"too noisy: a slowdown below {smallest:.1%} might have gone unseen"
+    if not math.expm1(found.hi) <= settings.must_see:
+        return "inconclusive", f"may be up to {math.expm1(found.hi):.1%} slower, which is not shown and not ruled out"
+    return "pass", f"{_percent(found.change)}; a slowdown of {smallest:.1%} would have been seen"
+
+
+def _percent(log_ratio: float) -> str:
+    return f"{math.expm1(log_ratio):+.1%}"

@@ -1,0 +1,168 @@
+"""The two versions that are timed: the working tree as it is, and a revision checked out beside it, or a folder."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from harness import store
+from harness.errors import BadInput
+
+GIT_SECONDS = 60
+MARK = Path("harness") / "__init__.py"
+
+
+class VersionError(BadInput):
+    """No such version; the message says what to give instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A tree that holds a `harness` package. `commit` is None outside git."""
+
+    name: str  # for people
+    root: Path
+    commit: str | None = None
+    dirty: bool | None = None
+
+
+def working_tree(folder: Path | None = None) -> Version:
+    """The tree that this very package was imported from (or `folder`), with whatever is not committed."""
+    root = (folder or Path(__file__).parents[2]).resolve()
+    _refuse_without_harness(root, str(root))
+    commit = _ask_git(root, "rev-parse", "--verify", "HEAD")
+    if commit is None or not _is_inside_git(root):
+        return Version("working tree", root)
+    # The harness alone: a changed README times like an unchanged one.
+    dirty = bool(_ask_git(root, "status", "--porcelain", "--", "harness"))
+    return Version(f"{commit[:9]}{' with changes that are not committed' if dirty else ''}", root, commit, dirty)
+
+
+def folder_version(folder: Path) -> Version:
+    """A tree given as it is, by people without git."""
+    root = Path(folder).resolve()
+    if not root.is_dir():
+        raise VersionError(f"--base-dir {folder}: there is no such folder")
+    _refuse_without_harness(root, f"--base-dir {folder}")
+    return Version(str(folder), root)
+
+
+@contextlib.contextmanager
+def checked_out(revision: str, repository: Path | None = None) -> Iterator[Version]:
+    """A git worktree of the revision in a temporary folder, which is gone afterwards: also after Ctrl-C or SIGTERM."""
+    repository = (repository or Path(__file__).parents[2]).resolve()
+    commit = resolve(revision, repository)
+    if _ask_git(repository, "cat-file", "-e", f"{commit}:./{MARK.as_posix()}") is None:
+        raise VersionError(f"--base {revision}: {commit[:9]} has no {MARK} to be timed")
+    with tempfile.TemporaryDirectory(prefix="harness-gate-") as parent, _terminated_as_interrupt():
+        tree = Path(parent) / "base"
+        # --detach: a branch may be checked out only once. hooks off: someone's post-checkout is not ours to run.
+        added = ("-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "--force", str(tree), commit)
+        try:
+            _git(repository, *added, purpose=f"check out {commit[:9]} into a worktree")
+            prefix = _ask_git(repository, "rev-parse", "--show-prefix") or ""
+            yield Version(_named(revision, commit), (tree / prefix).resolve(), commit, False)
+        finally:
+            _ask_git(repository, "worktree", "remove", "--force", "--force", str(tree))
+            _ask_git(repository, "worktree", "prune")
+
+
+def resolve(revision: str, repository: Path) -> str:
+    """The whole name of the commit."""
+    if not _is_inside_git(repository):
+        raise VersionError(
+            f"--base {revision}: {repository} is no git repository; give a folder with another version by --base-dir"
+        )
+    # A revision that begins with a dash would be an option.
+    commit = (
+        None if revision.startswith("-") else _ask_git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}")
+    )
+    if commit is None:
+        shallow = _ask_git(repository, "rev-parse", "--is-shallow-repository") == "true"
+        hint = "the clone is shallow: fetch more of the history (git fetch --unshallow)" if shallow else "see git log"
+        raise VersionError(f"--base {revision}: git knows no such commit; {hint}")
+    return commit
+
+
+def baseline_commit(suite: str, baseline_dir: Path) -> str:
+    """The commit that the accepted baseline of a suite came from."""
+    path = Path(baseline_dir) / f"{store.slug(suite)}.json"
+    try:
+        commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
+    except FileNotFoundError:
+        raise VersionError(f"--base: there is no {path} to take the commit from; name a revision: --base REV") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise VersionError(f"--base: {path} is broken: {error!r}; name a revision: --base REV") from None
+    if not isinstance(commit, str):
+        raise VersionError(f"--base: {path} names no commit; name a revision: --base REV")
+    return commit
+
+
+def _named(revision: str, commit: str) -> str:
+    return commit[:9] if commit.startswith(revision) else f"{revision} ({commit[:9]})"
+
+
+def _refuse_without_harness(root: Path, named: str) -> None:
+    if not (root / MARK).is_file():
+        raise VersionError(f"{named}: there is no {MARK} in it")
+
+
+def _is_inside_git(folder: Path) -> bool:
+    return _ask_git(folder, "rev-parse", "--is-inside-work-tree") == "true"
+
+
+def _ask_git(folder: Path, *words: str) -> str | None:
+    """What git says; None where it refuses, or is not there."""
+    try:
+        done = _run_git(folder, *words)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _git(folder: Path, *words: str, purpose: str) -> None:
+    try:
+        done = _run_git(folder, *words)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise VersionError(f"cannot {purpose}: {error}") from error
+    if done.returncode != 0:
+        raise VersionError(f"cannot {purpose}: {done.stderr.strip() or f'git gave exit code {done.returncode}'}")
+
+
+def _run_git(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["git", *words],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=GIT_SECONDS,
+        start_new_session=True,  # Ctrl-C must not end the git that cleans up
+    )
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends Python at once and would leave the worktree behind; as an exception it does not."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> Any:
+        from harness.executors.interrupts import Terminated
+
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

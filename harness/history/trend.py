@@ -1,0 +1,119 @@
+"""The history of each cell on each machine, and the nights at which it changed, with the commits between."""
+
+import itertools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from harness.history.change_points import LEVEL, find_steps
+from harness.history.night import SOFTWARE, HistoryError
+
+# Times scatter from night to night; the rest is computed from fixed seeds, so that any change is one.
+NOISY = ("latency_ratio", "latency_ms", "ref_latency_ms")
+EXACT = ("err_ratio", "peak_bytes", "params", "kv_cache_bytes", "kv_bytes_per_token", "flops")
+TREND_METRICS = (*NOISY, *EXACT)
+
+Row = Mapping[Hashable, Any]
+Kind = Literal["worse", "better"]  # every metric is a cost: more is worse
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`good` and `bad` are the commits of the last night before and of the first night after; None: not known."""
+
+    before: float
+    after: float
+    p_value: float | None  # None: an exact number changed, which chance does not
+    last: pd.Timestamp
+    first: pd.Timestamp
+    good: str | None
+    bad: str | None
+    also: tuple[str, ...]  # software that changed between these two nights
+
+    @property
+    def kind(self) -> Kind:
+        return "worse" if self.after > self.before else "better"
+
+    @property
+    def relative(self) -> float:
+        if self.before == 0:
+            return math.inf
+        return self.after / self.before - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """One cell on one machine; `values` has one number a night, NaN where the cell gave none."""
+
+    case_id: str
+    machine: str
+    values: tuple[float, ...]
+    changes: tuple[Change, ...]
+
+
+def trends(history: pd.DataFrame, *, metric: str = "latency_ratio", cells: str = "*") -> tuple[Trend, ...]:
+    """Steps hold at 5 % false discoveries over all cells together (Benjamini & Hochberg)."""
+    if metric not in TREND_METRICS:
+        raise HistoryError(f"metric {metric!r}: known are {', '.join(TREND_METRICS)}")
+    wanted = history[[fnmatchcase(case_id, cells) for case_id in history["case_id"]]]
+    if wanted.empty:
+        raise HistoryError(f"no cell of the history is like {cells!r}")
+    found = [
+        _trend(str(case_id), _machine(nights), nights.to_dict("records"), metric)
+        for (case_id, _), nights in wanted.groupby(["case_id", "machine"], sort=True)
+    ]
+    return tuple(_hold_together(found))
+
+
+def _machine(nights: pd.DataFrame) -> str:
+    one = nights.iloc[0]
+    return f"{one['cpu']}, {one['cores']} cores, {one['threads']} threads"
+
+
+def _trend(case_id: str, machine: str, nights: Sequence[Row], metric: str) -> Trend:
+    values: list[float] = [math.nan if pd.isna(night[metric]) else float(night[metric]) for night in nights]
+    # A time of 0 or infinity is no time; the cell has failed, and its status tells.
+    known = [at for at, value in enumerate(values) if math.isfinite(value) and (metric in EXACT or value > 0)]
+    changes = []
+    if metric in NOISY:
+        for step in find_steps([math.log(values[at]) for at in known]):
+            pair = (nights[known[step.at - 1]], nights[known[step.at]])
+            changes.append(_change(*pair, math.exp(step.before), math.exp(step.after), step.p_value))
+    else:
+        for a, b in itertools.pairwise(known):
+            if values[a] != values[b]:
+                changes.append(_change(nights[a], nights[b], values[a], values[b], None))
+    return Trend(case_id, machine, tuple(values), tuple(changes))
+
+
+def _change(last: Row, first: Row, before: float, after: float, p_value: float | None) -> Change:
+    also = tuple(
+        f"{name} {last[name]} -> {first[name]}" for name in SOFTWARE if _text(last, name) != _text(first, name)
+    )
+    good, bad = (_text(night, "commit") for night in (last, first))
+    return Change(before, after, p_value, last["time"], first["time"], good, bad, also)
+
+
+def _text(night: Row, name: str) -> str | None:
+    return None if pd.isna(night[name]) else str(night[name])
+
+
+def _hold_together(found: Sequence[Trend]) -> list[Trend]:
+    from scipy.stats import false_discovery_control
+
+    # A series without a step counts as one that chance explains, or the level would be that of the lucky alone.
+    p_values = [change.p_value for trend in found for change in trend.changes if change.p_value is not None]
+    quiet = sum(not trend.changes for trend in found)
+    if not p_values:
+        return list(found)
+    q_values = iter(false_discovery_control(np.array([*p_values, *[1.0] * quiet])))
+    kept = []
+    for trend in found:
+        changes = [each for each in trend.changes if each.p_value is None or next(q_values) <= LEVEL]
+        kept.append(Trend(trend.case_id, trend.machine, trend.values, tuple(changes)))
+    return kept

@@ -1,0 +1,1 @@
+"""Attention over chosen blocks of queries x keys: a selector says which, the engine computes those exactly."""

@@ -1,0 +1,33 @@
+"""A selector and the engine as a kernel that counts what it leaves out."""
+
+from torch import Tensor
+
+from harness.kernels.blocksparse.engine import block_sparse, refuse
+from harness.kernels.blocksparse.selectors import Selector
+from harness.kernels.blocksparse.sight import Blocks, covered, row_sight
+from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.tally import Tally
+
+
+def block_sparse_kernel(
+    name: str, selector: Selector, *, blocks: Blocks, pv: float | None = None, exact: bool = False
+) -> Kernel:
+    """`exact`: the selector keeps all and nothing else is left out, so the result is judged as dense attention."""
+    tally = Tally()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:
+        refuse(q, k, v, call)
+        if 0 in (q.numel(), k.numel(), v.numel()):
+            return q.new_zeros(*q.shape[:3], v.shape[3]), None
+        keep = choose(selector, q, k, call, blocks=blocks)
+        out, count = block_sparse(q, k, v, call, keep, blocks=blocks, pv=pv)
+        tally.add(count)
+        return out, None
+
+    return Kernel(name, run, approximate=not exact, tally=tally)
+
+
+def choose(selector: Selector, q: Tensor, k: Tensor, call: AttentionCall, *, blocks: Blocks) -> Tensor:
+    """The selector's map within sight, and no query that sees keys left without any."""
+    keep = selector(q.detach(), k.detach(), call)
+    return covered(keep.expand(*q.shape[:2], *keep.shape[2:]), row_sight(q, k, call, blocks), blocks)

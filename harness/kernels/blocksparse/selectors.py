@@ -1,0 +1,137 @@
+"""Which blocks are worth computing. A selector gives a map (B, H, NQ, NK); the kernel keeps it within sight."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import floor
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.kernels.blocksparse.sight import SPARGE_BLOCKS, Blocks, block_sight, row_sight
+from harness.kernels.call import AttentionCall
+
+Selector = Callable[[Tensor, Tensor, AttentionCall], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sparge:
+    """SpargeAttn's first stage: pooled blocks stand for their tokens, where these are alike.
+
+    topk  the share of the key blocks that each block of queries keeps; 1 keeps all
+    cdf   or: as many as together hold this share of the pooled softmax; 1 keeps all
+    sim   blocks whose tokens are less alike than this are always computed: their mean says little about them
+    sink  the first block of keys is kept too
+    """
+
+    blocks: Blocks = SPARGE_BLOCKS
+    topk: float | None = 0.5
+    cdf: float | None = None
+    sim: float = -0.1
+    smooth: bool = True
+    sink: bool = False
+
+    def __call__(self, q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+        seen = block_sight(row_sight(q, k, call, self.blocks), self.blocks)
+        if self.keeps_all:
+            return seen.expand(q.shape[0], q.shape[1], *seen.shape[2:])
+        G = q.shape[1] // k.shape[1]
+        if self.smooth:
+            k = k - k.mean(2, keepdim=True)  # what all keys share moves no softmax, and would make all of them alike
+        pooled_q, q_alike = pool(q, self.blocks.queries)
+        pooled_k, k_alike = (t.repeat_interleave(G, 1) for t in pool(k, self.blocks.keys))
+        q_alike, k_alike = q_alike > self.sim, k_alike > self.sim
+        scores = pooled_q @ pooled_k.mT * call.scale  # (B, H, NQ, NK)
+        scores = scores.masked_fill(~(k_alike[:, :, None] & seen), float("-inf"))
+        # A row of -inf alone, whose blocks are all kept for another reason, is 0/0.
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)
+        keep = self._choose(weights) & (weights > 0)
+        keep |= ~k_alike[:, :, None] | ~q_alike[..., None] | diagonal(q, k, call, self.blocks)
+        if self.sink:
+            keep[..., 0] = True
+        return keep & seen
+
+    @property
+    def keeps_all(self) -> bool:
+        # By itself: a sum of float32 shares may exceed 1, and blocks would be lost at the end of it.
+        return self.cdf >= 1 if self.cdf is not None else self.topk is None or self.topk >= 1
+
+    def _choose(self, weights: Tensor) -> Tensor:
+        shares, order = weights.sort(dim=-1, descending=True, stable=True)
+        if self.cdf is not None:
+            chosen = shares.cumsum(-1) <= self.cdf
+        else:
+            assert self.topk is not None
+            wanted = floor(self.topk * weights.shape[-1] + 1e-9)  # 0.29 of 100 blocks are 29, not 28.999…
+            chosen = (torch.arange(weights.shape[-1], device=weights.device) < wanted).expand(shares.shape).clone()
+        chosen[..., 0] = True  # at least one
+        return torch.zeros_like(chosen).scatter_(-1, order, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Blocks with a key at most `window` tokens from one of the queries, and those of the first `sink` tokens."""
+
+    blocks: Blocks = SPARGE_BLOCKS
+    window: int = 1024
+    sink: int = 0
+
+    def __call__(self, q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+        near = diagonal(q, k, call, self.blocks, margin=self.window)
+        first = torch.arange(near.shape[-1], device=q.device) * self.blocks.keys
+        return (near | (first < self.sink)).expand(q.shape[0], q.shape[1], *near.shape[2:])
+
+
+@dataclass(frozen=True, slots=True)
+class TopBlocks:
+    """The `count` blocks of the highest pooled score, and the queries' own.
+
+    As in NSA the query heads of a group choose together, so that they read the same keys.
+    """
+
+    blocks: Blocks = SPARGE_BLOCKS
+    count: int = 16
+
+    def __call__(self, q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+        H, H_kv = q.shape[1], k.shape[1]
+        seen = block_sight(row_sight(q, k, call, self.blocks), self.blocks)
+        scores = pool(q, self.blocks.queries)[0] @ pool(k, self.blocks.keys)[0].repeat_interleave(H // H_kv, 1).mT
+        scores = (scores * call.scale).masked_fill(~seen, float("-inf"))
+        importance = torch.softmax(scores, -1).nan_to_num(0.0).unflatten(1, (H_kv, -1)).sum(2)  # (B, H_kv, NQ, NK)
+        best = importance.topk(min(self.count, importance.shape[-1]), -1).indices
+        keep = torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True).repeat_interleave(H // H_kv, 1)
+        return (keep | diagonal(q, k, call, self.blocks)) & seen
+
+
+def pool(t: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The mean token of each block (.., N, D), and how alike its tokens are (.., N): 1 if all point the same way.
+
+    The second is the squared length of the mean of unit vectors: the mean cosine of all pairs. In float64: the maps are
+    small, and a choice must not hang on the order of a sum.
+    """
+    L = t.shape[2]
+    N = -(-L // size)
+    lengths = torch.full((N,), size, dtype=torch.float64, device=t.device)
+    lengths[-1:] = L - (N - 1) * size
+
+    def mean(x: Tensor) -> Tensor:
+        sums = F.pad(x, (0, 0, 0, N * size - L)).unflatten(2, (N, size)).sum(3).double()
+        return sums / lengths[:, None]
+
+    t = t.detach().to(torch.promote_types(t.dtype, torch.float32))
+    return mean(t), mean(F.normalize(t, dim=-1)).square().sum(-1)
+
+
+def diagonal(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks, *, margin: int | None = None) -> Tensor:
+    """(B or 1, 1, NQ, NK): blocks that hold the position of one of the queries, or one within `margin` of it.
+
+    Without a margin only where position counts (causal or with a window): there a row without its own key could be left
+    with nothing.
+    """
+    if margin is None:
+        positional = call.causal or call.left is not None or call.right is not None
+        if not positional:
+            return torch.zeros((1, 1, *blocks.counts(q, k)), dtype=torch.bool, device=q.device)
+        margin = 0
+    near = AttentionCall(scale=1.0, q_start=call.q_start, left=margin, right=margin)
+    return block_sight(row_sight(q, k, near, blocks), blocks)

@@ -1,0 +1,92 @@
+"""Approximate kernels: how much each left out, how close it came, and what that gained, by structure of the input."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.text import Text
+
+from harness import store
+from harness.record import Record
+from harness.report.format import interval, plain, ratio
+from harness.report.markdown import table_of as markdown_table
+from harness.report.markdown import text
+from harness.report.story import Column
+
+TITLE = "What was left out?"
+LEGEND = (
+    "sparsity: share of the visible blocks of queries x keys that was skipped. rel L1: sum|C - G| / sum|G| over the "
+    "output, and cosine of both, against the reference in float64.",
+    "x dense: latency over that of the tiled kernel in the same blocks, on the same inputs, with its 95 % interval.",
+)
+Entry = dict[str, Any]
+
+
+def is_approximate(frame: pd.DataFrame) -> bool:
+    """Whether a run has anything to tell here, seen without reading its records again."""
+    return bool(frame["sparsity"].notna().any())
+
+
+def entries(records: Sequence[Record]) -> list[tuple[Record, Entry]]:
+    """Every regime of every approximate cell, in the order of the table."""
+    return [(record, entry) for record in records for entry in record.approximation]
+
+
+def columns(records: Sequence[Record]) -> list[Column]:
+    """Empty where no kernel was approximate."""
+    found = entries(records)
+    if not found:
+        return []
+    described = [
+        Column("cell", [_cell(record) for record, _ in found], left=True),
+        Column("kernel", [plain(record.kernel) for record, _ in found], left=True),
+        Column("inputs", [plain(entry["regime"]) for _, entry in found], left=True),
+        Column("sparsity", [_percent(entry["sparsity"]) for _, entry in found]),
+        Column("rel L1", [_three(entry["rel_l1"]) for _, entry in found]),
+        Column("cosine", [_three(entry["cosine"]) for _, entry in found]),
+    ]
+    if any(entry["pv_skipped_blocks"] for _, entry in found):
+        share = [_percent(entry["pv_skipped_blocks"] / max(entry["kept_blocks"], 1)) for _, entry in found]
+        described.append(Column("PV skipped", share))
+    if any(entry["dense_ratio"] is not None for _, entry in found):
+        described.append(Column("x dense", [ratio(entry["dense_ratio"]) for _, entry in found]))
+        spans = [interval(entry["dense_ratio_lo"], entry["dense_ratio_hi"]) for _, entry in found]
+        described.append(Column("interval", spans))
+    return described
+
+
+def sparsity_markdown(folder: Path) -> list[str]:
+    """The section of summary.md, as its parts; none where no kernel was approximate."""
+    found = columns(store.read_records(folder))
+    if not found:
+        return []
+    rows = zip(*([text(cell) for cell in column.cells] for column in found), strict=True)
+    table = markdown_table([column.title for column in found], rows, [column.left for column in found])
+    return [f"## {TITLE}", table, "<br>".join(LEGEND)]
+
+
+def print_sparsity(folder: Path, console: Console) -> None:
+    from harness.report.terminal import table_of
+
+    found = columns(store.read_records(folder))
+    if not found:
+        return
+    console.print()
+    console.print(table_of(found, title=TITLE))
+    for line in LEGEND:
+        console.print(Text(line, "dim"), highlight=False)
+
+
+def _cell(record: Record) -> str:
+    """What sets one cell apart from the others of its kernel."""
+    return " ".join((record.variant, f"L={record.seq_len}", record.mask, record.phase, record.dtype))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _three(value: float) -> str:
+    return f"{value:.3f}"

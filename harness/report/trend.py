@@ -1,0 +1,85 @@
+"""The history on a terminal: what changed and between which commits, then the cells as sparklines."""
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from harness.history.trend import Change, Trend
+from harness.report.format import plain, plural, ratio
+from harness.report.sparkline import condense, sparkline
+
+CellChange = tuple[Trend, Change]
+
+
+def print_trends(found: Sequence[Trend], console: Console, *, suite: str, metric: str, every: bool = False) -> None:
+    machines = list(dict.fromkeys(trend.machine for trend in found))
+    changes = [(trend, change) for trend in found for change in trend.changes]
+    cells = plural(len({trend.case_id for trend in found}), "cell", "cells")
+    nights = plural(max((len(trend.values) for trend in found), default=0), "night", "nights")
+    counted = plural(len(changes), "change", "changes") if changes else "no change"
+    head = f"{cells}, up to {nights}, {plural(len(machines), 'machine', 'machines')}: {counted}"
+    _print(console, Text.assemble("trend ", plain(suite), " ", metric, ": ", (head, "bold" if changes else "green")))
+    if len(machines) > 1:
+        _print(console, Text("Each machine has series of its own: times of unlike machines are not compared.", "dim"))
+    for group in _by_commits(changes):
+        console.print()
+        _print_group(group, console, several=len(machines) > 1)
+    if every:
+        console.print()
+        for trend in found:
+            _print_series(trend, console, several=len(machines) > 1)
+
+
+def _by_commits(changes: Sequence[CellChange]) -> list[list[CellChange]]:
+    """One commit range touches many cells; the newest range first, its largest change first."""
+    groups: dict[tuple[object, ...], list[CellChange]] = {}
+    for trend, change in changes:
+        groups.setdefault((change.first, change.last, change.good, change.bad), []).append((trend, change))
+    ordered = sorted(groups.items(), key=lambda item: item[0][:2], reverse=True)
+    return [sorted(group, key=lambda pair: -abs(pair[1].relative)) for _, group in ordered]
+
+
+def commit_range(change: Change) -> str:
+    if change.good is None or change.bad is None:
+        return "commits not known"
+    if change.good == change.bad:
+        return f"{change.good[:12]} in both: the code is the same, so the machine or its software changed"
+    return f"{change.good[:12]}..{change.bad[:12]}"
+
+
+def _print_group(group: Sequence[CellChange], console: Console, *, several: bool) -> None:
+    _, one = group[0]
+    when = f"{one.last:%Y-%m-%d %H:%M} and {one.first:%Y-%m-%d %H:%M}"
+    _print(console, Text.assemble((commit_range(one), "bold"), f"  between {when}"))
+    for also in dict.fromkeys(text for _, change in group for text in change.also):
+        _print(console, Text(f"  also changed: {plain(also)}", "yellow"))
+    for trend, change in group:
+        style = "red" if change.kind == "worse" else "green"
+        sure = "exact" if change.p_value is None else f"p {change.p_value:.2g}"
+        numbers = f"{ratio(change.before)} -> {ratio(change.after)}"
+        _print(
+            console,
+            Text.assemble("  ", (f"{_percent(change.relative):>9}", style), f"  {plain(trend.case_id)}"),
+        )
+        place = f"  on {plain(trend.machine)}" if several else ""
+        line = Text(f"{sparkline(condense(trend.values))}  {numbers}  {sure}{place}", "dim", overflow="fold")
+        console.print(Padding(line, (0, 0, 0, 13), expand=False), highlight=False)
+
+
+def _print_series(trend: Trend, console: Console, *, several: bool) -> None:
+    known = [value for value in trend.values if math.isfinite(value)]
+    latest = ratio(known[-1]) if known else "-"
+    place = f"  on {plain(trend.machine)}" if several else ""
+    _print(console, Text(f"  {latest:>9}  {plain(trend.case_id)}{place}"))
+    console.print(Padding(Text(sparkline(condense(trend.values)), "dim"), (0, 0, 0, 13), expand=False), highlight=False)
+
+
+def _percent(change: float) -> str:
+    return "from 0" if math.isinf(change) else f"{100 * change:+.1f} %"
+
+
+def _print(console: Console, text: Text) -> None:
+    console.print(text, highlight=False, soft_wrap=True)

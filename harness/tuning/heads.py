@@ -1,0 +1,66 @@
+"""One layer's attention, in which every head has thresholds of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlencode
+
+import torch
+from torch import Tensor
+
+from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.front import find_kernel
+from harness.kernels.tally import Tally
+from harness.tuning.file import TuningError
+
+
+def kernel_with(name: str, options: Mapping[str, Any]) -> Kernel:
+    """The kernel of that name, its options as they are written behind it: `sparse?topk=0.5`."""
+    return find_kernel(f"{name}?{urlencode(options)}" if options else name)
+
+
+def head_slice(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, heads: Sequence[int]) -> tuple[Any, ...]:
+    """What these query heads see of a call; key heads are repeated where several share one."""
+    H, G = q.shape[1], q.shape[1] // k.shape[1]
+    at = torch.tensor(heads, device=q.device)
+    mask, sinks = call.mask, call.sinks
+    if mask is not None and mask.ndim >= 3 and mask.shape[-3] == H:
+        mask = mask.index_select(-3, at)
+    if sinks is not None:
+        sinks = sinks.index_select(0, at)
+    shared = torch.div(at, G, rounding_mode="floor")
+    parts = q.index_select(1, at), k.index_select(1, shared), v.index_select(1, shared)
+    return (*parts, replace(call, mask=mask, sinks=sinks))
+
+
+class HeadKernels:
+    """Heads with the same thresholds run together."""
+
+    def __init__(self, layer: str, name: str, options: Sequence[Mapping[str, Any]]) -> None:
+        self.layer, self.name, self.heads = layer, name, len(options)
+        self.tally = Tally()
+        groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+        for head, of_head in enumerate(options):
+            groups.setdefault(tuple(sorted(of_head.items())), []).append(head)
+        self.groups = [(kernel_with(name, dict(key)), heads) for key, heads in groups.items()]
+
+    def as_kernel(self) -> Kernel:
+        return Kernel(f"{self.name} (tuned)", self.run, approximate=True, tally=self.tally)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:
+        if q.shape[1] != self.heads:
+            raise TuningError(f"{self.layer}: tuned for {self.heads} heads, called with {q.shape[1]}")
+        if len(self.groups) == 1:
+            kernel, _ = self.groups[0]
+            return self._counted(kernel, q, k, v, call), None
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        for kernel, heads in self.groups:
+            out[:, heads] = self._counted(kernel, *head_slice(q, k, v, call, heads))
+        return out, None
+
+    def _counted(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        assert kernel.tally is not None
+        kernel.tally.take()
+        out, _ = kernel.run(q, k, v, call)
+        self.tally.add(kernel.tally.take())
+        return out
