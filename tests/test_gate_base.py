@@ -212,9 +212,11 @@ def test_two_versions_are_timed_and_judged(tmp_path: Path, monkeypatch: pytest.M
 def test_a_version_is_not_slower_than_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "PROCESSES", 2)
     same = copy_of_harness(tmp_path / "same")
-    (found,) = judge_times(same, same, [cell("mha")], TimingSettings(seed=1, seconds=2.0))
-    assert found.verdict in ("pass", "inconclusive")  # which of them, the machine decides
-    assert found.null is not None and found.blocks >= 6 * sampling.FEWEST_BLOCKS
+    (found,) = judge_times(same, same, [cell("mha")], TimingSettings(seed=1))
+    # Which of them, and whether six rounds fit the time, the machine decides; that it was timed at all, it does not.
+    assert found.verdict in ("pass", "inconclusive")
+    assert found.base_ms is not None and found.head_ms is not None and found.reference_ms is not None
+    assert 0.5 < found.head_ms / found.base_ms < 2
 
 
 def _children() -> list[str]:

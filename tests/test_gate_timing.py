@@ -13,7 +13,7 @@ from harness.case import Case
 from harness.gate import sampling, statistics, timing
 from harness.gate.sampling import CellFailed, Crew, Plan, Round, Sampler
 from harness.gate.statistics import HEAD, NOTHING, TWIN, Estimate, Level, adjust, decide, estimate
-from harness.gate.verdicts import TimingSettings
+from harness.gate.verdicts import TimingSettings, TimingVerdict
 from harness.gate.versions import Version
 
 SETTINGS = TimingSettings(seed=0)
@@ -34,7 +34,14 @@ def times(
 def verdict_of(found: Estimate, *, second: Estimate | None = None, setting: TimingSettings = SETTINGS) -> str:
     slower, faster = (adjust([p])[0] for p in (found.p_slower(0.02), found.p_faster(0.02)))
     smallest = found.smallest(setting.min_effect, LEVEL.alone)
-    return decide(found, setting, q_slower=slower, q_faster=faster, smallest=smallest, second=second)[0]
+    return decide(
+        found,
+        setting,
+        q_slower=slower,
+        q_faster=faster,
+        smallest=smallest,
+        second=None if second is None else second.change,
+    )[0]
 
 
 # ---- what a sample says ----------------------------------------------------------------------------------------------
@@ -137,6 +144,14 @@ def test_too_little_is_inconclusive() -> None:
     assert not estimate(half, seed=0).is_sound  # most of the rounds are gone: who knows why
 
 
+def test_a_second_measurement_needs_fewer_rounds_but_some() -> None:
+    assert statistics.change_alone(times(0.1, rounds=3)) == pytest.approx(math.log(1.1), abs=0.04)
+    assert math.isnan(statistics.change_alone(times(0.1, rounds=2)))
+    broken = times(0.1, rounds=4)
+    broken[:, :5, HEAD] = 0.0
+    assert math.isnan(statistics.change_alone(broken))
+
+
 # ---- Benjamini and Hochberg ------------------------------------------------------------------------------------------
 
 
@@ -227,9 +242,7 @@ class Nobody(Crew):
         pass
 
 
-def night(
-    monkeypatch: pytest.MonkeyPatch, effects: list[list[float]], *, noise: float = 0.01
-) -> list[timing.TimingVerdict]:
+def night(monkeypatch: pytest.MonkeyPatch, effects: list[list[float]], *, noise: float = 0.01) -> list[TimingVerdict]:
     """Judges cells whose first measurement has the first effect, and the second (in fresh processes) the other."""
     cases = [replace(CASE, seq_len=at + 1) for at in range(len(effects))]
     started: dict[str, int] = {}
@@ -301,7 +314,7 @@ class Clock(Crew):
         super().__init__(Version("b", Path("/b")), Version("h", Path("/h")), SETTINGS)
         self.seconds, self.asked = seconds, list[tuple[str, int, str, dict]]()
 
-    def member(self, side: str, at: int):  # type: ignore[no-untyped-def]
+    def member(self, side: str, at: int):
         crew = self
 
         class Asked:

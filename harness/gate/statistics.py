@@ -1,5 +1,5 @@
 """Samples -> a verdict. Times are compared within a block, blocks lie in rounds, and rounds are what is independent:
-for each the cell was built anew, so that memory lies elsewhere.
+for each the cell was built anew, so that memory lies elsewhere. scipy is imported where it is used: it takes a second.
 """
 
 import functools
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, stats
 
 from harness.gate.verdicts import TimingSettings, Verdict
 
@@ -16,6 +15,7 @@ RESAMPLES = 500
 FLAG = 1e-3
 SEEN = 0.8  # how often the smallest effect is to be seen
 CONFIDENCE = 0.95  # of the interval, both sides together
+FEWEST_AGAIN = 3  # rounds of a second measurement: it is asked for its side of the limit alone
 MIN_ROUNDS = 6  # fewer leave a standard error that is a guess
 # What processes of the same code differ by for as long as they live, and what a few of them cannot show by themselves.
 PROCESS_SPREAD = 0.003
@@ -53,6 +53,8 @@ class Estimate:
         return self._p(-self.change - math.log1p(effect) - self.unexplained)
 
     def _p(self, beyond: float) -> float:
+        from scipy import stats
+
         return float(stats.t.sf(beyond / self.error, self.freedom)) if self.is_sound else math.nan
 
     def smallest(self, effect: float, level: float) -> float:
@@ -66,6 +68,8 @@ class Estimate:
 def _reach(level: float, freedom: int) -> float:
     """How many standard errors beyond the limit an effect must lie to be seen four times in five. The error is an
     estimate itself, which scatters with the effect's: hence the noncentral t and not a sum of two quantiles."""
+    from scipy import optimize, stats
+
     limit = float(stats.t.isf(level, freedom))
     return float(optimize.brentq(lambda beyond: stats.nct.sf(limit, freedom, beyond) - SEEN, 0.0, 3 * abs(limit) + 5))
 
@@ -77,6 +81,8 @@ NOTHING = Estimate(_NAN, _NAN, _NAN, _NAN, _NAN, _NAN, _NAN, freedom=0, blocks=0
 def estimate(times: np.ndarray, *, seed: int) -> Estimate:
     """`times` is (rounds, blocks, 3): seconds of base, its twin and head. A block with a sample that is no time is
     left out; NOTHING if too many are."""
+    from scipy import stats
+
     logs = np.log(np.where(np.isfinite(times) & (times > 0), times, np.nan))
     whole = ~np.isnan(logs).any(axis=2)
     logs = logs[2 * whole.sum(axis=1) >= whole.shape[1]]  # a round of which half is left
@@ -111,6 +117,14 @@ def estimate(times: np.ndarray, *, seed: int) -> Estimate:
         freedom=freedom,
         blocks=blocks,
     )
+
+
+def change_alone(times: np.ndarray) -> float:
+    """The change by itself, without a claim how sure it is: for that fewer rounds do. NaN if there is next to none."""
+    logs = np.log(np.where(np.isfinite(times) & (times > 0), times, np.nan))
+    change = logs[..., HEAD] - (logs[..., BASE] + logs[..., TWIN]) / 2
+    whole = change[~np.isnan(change)]
+    return float(np.median(whole)) if len(times) >= FEWEST_AGAIN and 2 * whole.size >= change.size else math.nan
 
 
 def _medians(values: np.ndarray, picks: np.ndarray) -> np.ndarray:
@@ -149,6 +163,8 @@ def is_flagged(found: Estimate, settings: TimingSettings) -> bool:
 
 def adjust(p_values: Sequence[float]) -> list[float]:
     """Benjamini and Hochberg, over all cells of the night; one without a p-value is a test that found nothing."""
+    from scipy import stats
+
     if not len(p_values):
         return []
     filled = [1.0 if math.isnan(p) else min(1.0, p) for p in p_values]
@@ -162,13 +178,14 @@ def decide(
     q_slower: float,
     q_faster: float,
     smallest: float,
-    second: Estimate | None,
+    second: float | None,
 ) -> tuple[Verdict, str]:
-    """The verdict and why. Every comparison is written so that NaN ends as inconclusive."""
+    """The verdict and why; `second` is the change when measured again, alone. Every comparison is written so that NaN
+    ends as inconclusive."""
     if not found.is_sound:
-        return "inconclusive", "too few whole samples"
+        return "inconclusive", "too few whole samples in the time given"
     change, allowed = math.expm1(found.change), math.log1p(settings.min_effect)
-    confirmed = math.nan if second is None else second.change
+    confirmed = math.nan if second is None else second
     for word, sign, q in (("regression", 1, q_slower), ("improvement", -1, q_faster)):
         if q <= settings.level:
             told = f"{abs(change):.1%} {'slower' if sign > 0 else 'faster'}, and by more than {settings.min_effect:.1%}"

@@ -147,7 +147,7 @@ def _judge(cells: Sequence[_Cell], settings: TimingSettings, level: Level, *, se
     for cell in cells:
         rounds = [*cell.rounds, *cell.second] if cell.failure is None else []
         pooled.append(statistics.estimate(stack(rounds), seed=seed) if rounds else statistics.NOTHING)
-        seconds.append(statistics.estimate(stack(cell.second), seed=seed) if cell.second else None)
+        seconds.append(statistics.change_alone(stack(cell.second)) if cell.second else None)
     # As often as there were looks at which one might have stopped.
     slower = [level.looks * each.p_slower(settings.min_effect) for each in pooled]
     faster = [level.looks * each.p_faster(settings.min_effect) for each in pooled]

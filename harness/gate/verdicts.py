@@ -12,7 +12,7 @@ class TimingSettings:
 
     min_effect: float = 0.02  # a slowdown must be shown to be larger than this to be a regression
     must_see: float = 0.05  # a cell passes only if a slowdown of this size would have been seen, and is ruled out
-    seconds: float = 5.0  # a cell's budget for its first measurement; a flagged cell gets as much again
+    seconds: float = 5.0  # of a cell: 60 % for its first measurement, the rest for measuring it again
     level: float = 0.01  # false discovery rate over all cells of the night, for slowdowns and for gains each
     threads: int = 1
     suite_seed: int = 0  # of the cases' weights and inputs

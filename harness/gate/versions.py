@@ -80,10 +80,7 @@ def resolve(revision: str, repository: Path) -> str:
         raise VersionError(
             f"--base {revision}: {repository} is no git repository; give a folder with another version by --base-dir"
         )
-    # A revision that begins with a dash would be an option.
-    commit = (
-        None if revision.startswith("-") else _ask_git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}")
-    )
+    commit = _ask_git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}")  # so that -h is no option either
     if commit is None:
         shallow = _ask_git(repository, "rev-parse", "--is-shallow-repository") == "true"
         hint = "the clone is shallow: fetch more of the history (git fetch --unshallow)" if shallow else "see git log"
