@@ -41,7 +41,13 @@ class Stopwatch:
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], object]], *, budget_s: float, min_blocks: int, max_blocks: int, seed: int
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    budget_s: float,
+    min_blocks: int,
+    max_blocks: int,
+    seed: int,
+    sample_s: float = SAMPLE_S,
 ) -> dict[str, list[float]]:
     """Seconds per call, one sample per side and block; stops at the budget, but not before min_blocks."""
     order = list(calls)
@@ -51,7 +57,7 @@ def interleave(
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        repeats = {name: _repeats(call) for name, call in calls.items()}
+        repeats = {name: _repeats(call, sample_s) for name, call in calls.items()}
         for block in range(max_blocks):
             if block >= min_blocks and time.perf_counter() >= deadline:
                 break
@@ -72,11 +78,11 @@ def paired_ratio(candidate: list[float], reference: list[float], *, seed: int) -
     return Ratio(math.exp(float(np.median(logs))), math.exp(float(lo)), math.exp(float(hi)))
 
 
-def _repeats(call: Callable[[], object]) -> int:
+def _repeats(call: Callable[[], object], sample_s: float) -> int:
     """Warm up (allocator, thread pool, lazy initialisation), then see how long one call lasts."""
     call()
     once = min(_sample(call, 1) for _ in range(2))
-    return max(1, math.ceil(SAMPLE_S / max(once, 1e-9)))
+    return max(1, math.ceil(sample_s / max(once, 1e-9)))
 
 
 def _sample(call: Callable[[], object], repeats: int) -> float:
