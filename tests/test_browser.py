@@ -322,3 +322,27 @@ def test_more_cells_than_are_drawn(browser: "Chrome", tmp_path: Path, page: "Chr
     assert "page 20 of 20" in ask(browser, f"{pager}.textContent")
     assert ask(browser, "document.activeElement.textContent") == "Previous"  # there is no next one
     open_page(browser, Path(home.removeprefix("file://")))
+
+
+def test_what_was_left_out_is_drawn_and_filtered(browser: "Chrome", tmp_path: Path, page: "Chrome") -> None:
+    from tests.test_page import approximate_run
+
+    home = browser.current_url
+    path = tmp_path / "report.html"
+    path.write_text(build_page([approximate_run()]), encoding="utf-8")
+    open_page(browser, path)
+    browser.execute_script("document.querySelectorAll('#left-out details').forEach((one) => { one.open = true; })")
+    table = "document.querySelector('[data-picture=sparsity] tbody')"
+    until(lambda: ask(browser, table))
+    for name, drawn in (("sparsity", 5), ("gain", 3)):
+        assert ask(browser, "!document.querySelector(`[data-picture=${arguments[0]}] canvas`).hidden", name)
+        assert ask(browser, "document.querySelector(`[data-picture=${arguments[0]}] tbody`).rows.length", name) == drawn
+        assert ask(browser, "document.querySelector(`[data-picture=${arguments[0]}] .chart`).ariaLabel", name)
+    caption = "document.querySelector('[data-picture=sparsity] figcaption').textContent"
+    assert ask(browser, caption) == "1 without a finite value is not drawn."
+    tick(browser, "kernel", "sparse?topk=0.5")
+    assert ask(browser, f"{table}.rows.length") == 1
+    assert "sparse_window?window=64" in ask(browser, f"{table}.innerText")
+    assert ask(browser, "document.querySelector('#left-out .scroll').tabIndex") == 0
+    assert browser.get_log("browser") == []
+    open_page(browser, Path(home.removeprefix("file://")))

@@ -20,6 +20,7 @@ from harness.report import figure
 from harness.report.page import Run, Sensitivity, build_page, read_sensitivity
 from harness.report.page import rows as page_rows
 from harness.report.page.build import _json
+from harness.store.line import dumps
 from tests.page_runs import HOSTILE, hostile_run, record, run, small_run
 
 VOID = {"meta", "input", "br", "img", "link"}
@@ -239,6 +240,16 @@ def test_points_at_one_place_share_a_label(tmp_path: Path, latency: float, drawn
         assert (label in svg) == (label in drawn)
 
 
+def test_points_of_one_variant_at_one_place_share_its_name(tmp_path: Path) -> None:
+    """Two names with all their options would be wider than the panel."""
+    rows = [record("gqa", phase="decode", kv_bytes_per_token=64.0, latency_ms=time, kv_heads=heads)
+            for heads, time in ((1, 1.0), (2, 1.01), (4, 9.0))]  # fmt: skip
+    figure.save([run(*rows)], tmp_path / "x.svg")
+    svg = (tmp_path / "x.svg").read_text()
+    assert ">gqa<" in svg and ">gqa · kv 4<" in svg
+    assert ">gqa · kv 1" not in svg
+
+
 def test_cells_of_one_variant_in_one_picture_have_names_of_their_own() -> None:
     frame = page_rows.combine(
         [run(record("gqa", phase="decode", kv_heads=2), record("gqa", phase="decode", kv_heads=4), record("mha"))]
@@ -339,3 +350,71 @@ def test_the_picture_keeps_the_fullest_panels() -> None:
     rows = [record(v, seq_len=n, phase="decode") for n in range(1, 12) for v in ("mha", "gqa")[: 1 + (n > 3)]]
     panels = {row["setting"] for data in figure.tradeoffs([run(*rows)]).to_dict()["datasets"].values() for row in data}
     assert {setting.split(" · ")[2] for setting in panels} == {f"S {n}" for n in range(4, 12)}
+
+
+# ---- approximate cells -----------------------------------------------------------------------------------------------
+
+
+def approximate_run(label: str = "run") -> Run:
+    """Two kernels over two lengths on two kinds of input; one error is not a number."""
+
+    def entry(regime: str, rel_l1: float, ratio: float | None) -> dict[str, Any]:
+        names = ("cosine", "rmse", "max_abs", "kept_blocks", "visible_blocks", "all_blocks", "skipped_blocks")
+        timed = {"dense_ratio": ratio, "dense_ratio_lo": ratio, "dense_ratio_hi": ratio, "latency_ms": 1.0}
+        found = {"regime": regime, "sparsity": 0.5, "rel_l1": rel_l1, "pv_skipped_blocks": 0} | timed
+        return dict.fromkeys(names, 0.5) | found
+
+    records = [
+        record(seq_len=length, kernel=kernel, sparsity=0.5,
+               approximation=[entry("plain", error, 0.75), entry("locally_smooth", 0.0625, None)])
+        for length, kernel, error in ((128, "sparse?topk=0.5", 0.375), (256, "sparse?topk=0.5", 0.25),
+                                      (256, "sparse_window?window=64", float("nan")))
+    ]  # fmt: skip
+    exact = record("gqa", seq_len=64)
+    return run(exact, *records, label=label, approximate=tuple(records))
+
+
+def test_what_was_left_out_has_its_section() -> None:
+    page = parsed(approximate_run())
+    ids = [attributes.get("id") for _, attributes in page.tags]
+    assert ("section", "left-out-title") in [(tag, at.get("aria-labelledby")) for tag, at in page.tags]
+    assert "left-out-title" in ids
+    assert ("a", "#left-out") in [(tag, at.get("href")) for tag, at in page.tags]
+    assert {"sparsity", "gain"} <= {at.get("data-picture") for _, at in page.tags}
+    assert "mha L=256 causal prefill float32 B=1 E=256sparse_window?window=64plain50 %nan0.5000.75" in page.words
+    rows = page.data["leftOut"]
+    assert [(row["seq_len"], row["kernel"], row["inputs"], row["rel_l1"], row["dense_ratio"]) for row in rows] == [
+        (128, "sparse?topk=0.5", "plain", 0.375, 0.75), (128, "sparse?topk=0.5", "locally_smooth", 0.0625, None),
+        (256, "sparse?topk=0.5", "plain", 0.25, 0.75), (256, "sparse?topk=0.5", "locally_smooth", 0.0625, None),
+        (256, "sparse_window?window=64", "plain", None, 0.75),
+        (256, "sparse_window?window=64", "locally_smooth", 0.0625, None),
+    ]  # fmt: skip
+    cells = column(page.data, "case_id")
+    assert [cells[row["row"]] for row in rows] == [one.case_id for one in approximate_run().approximate for _ in "ab"]
+
+
+def test_cells_of_several_runs_keep_their_own_rows() -> None:
+    page = parsed(small_run("first"), approximate_run("second"), approximate_run("third"))
+    cells, runs = column(page.data, "case_id"), column(page.data, "run")
+    found = {(runs[row["row"]], cells[row["row"]]) for row in page.data["leftOut"]}
+    assert found == {(name, one.case_id) for name in ("second", "third") for one in approximate_run().approximate}
+
+
+def test_a_run_of_exact_kernels_has_no_such_section(page: Page) -> None:
+    assert "left-out" not in [attributes.get("id") for _, attributes in page.tags]
+    assert "sparsity" not in page.data["charts"]
+    assert page.data["leftOut"] == []
+
+
+def test_the_table_of_what_was_left_out_reads_at_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from harness.report.sparsity import print_sparsity
+
+    (tmp_path / store.RECORDS).write_bytes(b"".join(dumps(one) for one in approximate_run().approximate))
+    print_sparsity(tmp_path, Console(width=80))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["L=256", "sparse_window?window=64", "plain", "50", "%", "nan", "0.75"]
+               for line in lines)  # fmt: skip
+    print_sparsity(tmp_path, Console(width=120))
+    assert "interval" in capsys.readouterr().out

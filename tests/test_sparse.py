@@ -1,6 +1,7 @@
 """The block-sparse engine against SDPA under the expanded mask, and its selectors against textbook loops."""
 
 import dataclasses
+import itertools
 import math
 from fractions import Fraction
 
@@ -16,7 +17,7 @@ from harness.kernels.blocksparse import engine
 from harness.kernels.blocksparse.engine import block_sparse
 from harness.kernels.blocksparse.kernel import choose
 from harness.kernels.blocksparse.selectors import Sparge, TopBlocks, Window
-from harness.kernels.blocksparse.sight import Blocks, covered, row_sight
+from harness.kernels.blocksparse.sight import Blocks, block_sight, covered, row_sight
 from harness.kernels.call import AttentionCall, Unsupported
 from harness.kernels.front import find_kernel, make_call
 from harness.kernels.options import BadOption
@@ -191,10 +192,59 @@ def test_covering_adds_only_what_orphans_need():
     q, k, _ = draw(32, 32, heads=1, kv_heads=1, batch=1)
     call = make_call(q, k, k, causal=True)
     nothing = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
-    rows = row_sight(q, k, call, SMALL)
-    assert covered(nothing, rows, SMALL)[0, 0].tolist() == [[True, True, False, False], [False, False, True, True]]
+    expected = [[True, True, False, False], [False, False, True, True]]
+    assert covered(nothing, q, k, call, SMALL)[0, 0].tolist() == expected
     everything = torch.ones(1, 1, 2, 4, dtype=torch.bool)
-    assert covered(everything, rows, SMALL)[0, 0].tolist() == [[True, True, False, False], [True] * 4]
+    assert covered(everything, q, k, call, SMALL)[0, 0].tolist() == [[True, True, False, False], [True] * 4]
+    for_some = everything.clone()
+    for_some[0, 0, 0, 0] = False  # queries 0 to 7 see no other block
+    assert covered(for_some, q, k, call, SMALL)[0, 0].tolist() == [[True, True, False, False], [True] * 4]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    L=st.integers(1, 40), S=st.integers(1, 40), start=st.integers(0, 60) | st.just(torch.tensor([2, 50])),
+    causal=st.booleans(), left=st.none() | st.integers(0, 20), right=st.none() | st.integers(0, 20),
+)  # fmt: skip
+def test_sight_is_what_the_call_allows(L, S, start, causal, left, right):
+    q, k, _ = draw(L, S)
+    call = AttentionCall(scale=1.0, q_start=start, causal=causal, left=left, right=right)
+    allowed = call.allowed(q, k)
+    seen = torch.ones(2, 1, L, S, dtype=torch.bool) if allowed is None else allowed.expand(2, 1, L, S)
+    found = block_sight(q, k, call, SMALL).expand(2, 1, -1, -1)
+    for a, b in itertools.product(range(found.shape[2]), range(found.shape[3])):
+        block = seen[:, 0, 16 * a : 16 * a + 16, 8 * b : 8 * b + 8].flatten(1).any(1)
+        assert torch.equal(found[:, 0, a, b], block)
+    rows = row_sight(q, k, call, SMALL).expand(2, 1, -1, -1)
+    for b in range(found.shape[3]):
+        assert torch.equal(rows[:, 0, :, b], seen[:, 0, :, 8 * b : 8 * b + 8].any(-1))
+
+
+@pytest.mark.parametrize("options", ["topk=0.1", "cdf=0.1&sim=0.3"])
+def test_what_is_not_a_number_is_not_skipped(options):
+    q, k, v = draw(32, 64)
+    k[:, :, 41] = math.nan
+    out = harness.attention(q, k, v, kernel=f"sparse?{options}&block_q=16&block_k=8")
+    assert bool(out.isnan().all())  # as dense attention: every query sees that key
+
+
+def test_threads_and_batches_change_nothing(monkeypatch):
+    """One block of queries at a time, or many, in one thread or two."""
+    q, k, v = draw(100, 100, heads=6, kv_heads=3)
+    keep = torch.rand(2, 6, 7, 13, generator=torch.Generator().manual_seed(5)) < 0.5
+    keep[:, :, 2:5] = keep[:, :1, 2:3]  # neighbours and heads that keep the same keys
+    call = make_call(q, k, v, causal=True)
+    together = block_sparse(q, k, v, call, keep, blocks=SMALL)
+    torch.testing.assert_close(together[0], dense(q, k, v, element_mask(q, k, call, keep, SMALL), call))
+    monkeypatch.setattr(engine, "cache_bytes", lambda: 0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        apart = block_sparse(q, k, v, call, keep, blocks=SMALL)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(apart[0], together[0])
+    assert apart[1] == together[1]
 
 
 # ---- selectors, as loops ---------------------------------------------------------------------------------------------
@@ -264,6 +314,12 @@ def test_sparge_chooses_as_the_textbook_says(causal, topk, tau, sim, sink, L, S)
     assert 0 < float(found.float().mean()) < 1
 
 
+def test_a_share_of_the_blocks_is_not_rounded_down_by_its_binary_digits():
+    q, k, v = draw(8, 400)
+    keep = Sparge(Blocks(8, 4), topk=0.29)(q, k, make_call(q, k, v))  # 0.29 * 100 is 28.999…
+    assert set(keep.sum(-1).flatten().tolist()) == {29}
+
+
 @pytest.mark.parametrize("sink", [0, 10])
 def test_the_window_keeps_blocks_within_reach(sink):
     q, k, v = draw(50, 50)
@@ -316,13 +372,25 @@ def textbook_pv(q: Tensor, k: Tensor, v: Tensor, threshold: float, bk: int) -> t
 
 @pytest.mark.parametrize("threshold", [0.5, 3.0, 500.0])
 def test_pv_skip_follows_the_online_softmax(threshold):
-    q, k, v = (t.double() for t in draw(4, 64, heads=1, kv_heads=1, batch=1, scale=25.0))
+    q, k, v = (t.double() for t in draw(4, 64, heads=4, kv_heads=2, batch=1, scale=25.0))
     keep = torch.ones(1, 1, 1, 8, dtype=torch.bool)
     out, count = block_sparse(q, k, v, make_call(q, k, v), keep, blocks=SMALL, pv=threshold)
-    expected, skipped = textbook_pv(q[0, 0], k[0, 0], v[0, 0], threshold, 8)
-    torch.testing.assert_close(out[0, 0], expected)
+    skipped = 0
+    for h in range(4):
+        expected, of_head = textbook_pv(q[0, h], k[0, h // 2], v[0, h // 2], threshold, 8)
+        torch.testing.assert_close(out[0, h], expected)
+        skipped += of_head
     assert count.pv_skipped == skipped
     assert (skipped > 0) == (threshold < 500)
+
+
+def test_what_is_computed_again_skips_no_values():
+    q, k, v = draw(4, 64, D_v=16, scale=25.0)
+    keep = torch.ones(1, 1, 1, 8, dtype=torch.bool)
+    call = make_call(q, k, v)
+    assert block_sparse(q, k, v, call, keep, blocks=SMALL, pv=0.5)[1].pv_skipped > 0
+    v = v * (3e38 / v.abs().max())  # a sum overflows
+    assert block_sparse(q, k, v, call, keep, blocks=SMALL, pv=0.5)[1].pv_skipped == 0
 
 
 # ---- counting, options, refusals -------------------------------------------------------------------------------------
@@ -336,7 +404,10 @@ def test_blocks_are_counted():
     assert (count.kept, count.visible, count.total, count.skipped) == (2 * 4 * 1, 2 * 16, 2 * 16, 2 * 12)
     assert count.sparsity == 0.75
     harness.attention(q, k, v, causal=True, kernel=kernel)
-    assert (kernel.tally.calls, kernel.tally.take().visible, kernel.tally.calls) == (1, 2 * 10, 0)
+    assert kernel.tally.calls == 1
+    count = kernel.tally.take()
+    assert (count.visible, count.total, kernel.tally.calls) == (2 * 10, 2 * 16, 0)
+    assert count.sparsity == pytest.approx(1 - count.kept / 20)
 
 
 def test_each_look_up_counts_for_itself():
@@ -387,8 +458,8 @@ def wrong_outputs(spoil: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, 
     keep = torch.ones(2, 4, 3, 6, dtype=torch.bool)
     expected = dense(q, k, v, element_mask(q, k, call, keep, SMALL), call)
     if spoil == "drops a block":
-        split = engine._split
-        monkeypatch.setattr(engine, "_split", lambda keep: [kept[:-1] or kept for kept in split(keep)])
+        whole = engine.batches
+        monkeypatch.setattr(engine, "batches", lambda *given, **named: whole(*given, **named)[:-1])
     elif spoil == "ignores causal":
         call = dataclasses.replace(call, causal=False)
     elif spoil == "forgets the diagonal":

@@ -7,6 +7,7 @@ from harness.advise.choose import Advice, Option, faster
 from harness.advise.figure import Figure
 from harness.advise.memory import Demand
 from harness.advise.roofline import BEYOND, CACHED, Roofline
+from harness.advise.work import Part
 from harness.report.format import ABSENT, count, milliseconds, plain, plural
 from harness.report.story import Column
 from harness.report.terminal import fits, table_of
@@ -149,17 +150,24 @@ def _print_measurements(roofline: Roofline, console: Console) -> None:
     def speed(per_byte: Figure) -> str:
         return f"{1e-9 / per_byte.value:.1f} ±{per_byte.error:.0%}"
 
-    rows = [(f"{shape.kind}, {shape.rows} rows" + (f" x {shape.heads}" if shape.heads > 1 else ""), pace)
-            for shape, pace in roofline.paces.items()]  # fmt: skip
-    reads = roofline.reading
-    columns = [
-        Column(f"GB/s, {roofline.threads} threads", ["reading", *(name for name, _ in rows)], left=True),
-        Column("in cache", [speed(reads[CACHED]), *(speed(pace.cached) for _, pace in rows)]),
-        Column("from memory", [speed(reads[BEYOND]), *(speed(pace.beyond) for _, pace in rows)]),
-    ]
-    console.print(table_of(columns, title="Measured"))
-    for latent, overhead in roofline.overhead.items():
-        console.print(f"overhead of {'an MLA' if latent else 'a'} step: {1e6 * overhead.value:.0f} µs", highlight=False)
+    rows = [(f"reading {place}", size(span), size(span), speed(roofline.reading[span]))
+            for place, span in (("in cache", CACHED), ("from memory", BEYOND))]  # fmt: skip
+    rows += [(part_name(part), size(part.bytes), size(span), speed(seconds.times(1 / part.bytes)))
+             for (part, span), seconds in roofline.parts.items() if part.bytes]  # fmt: skip
+    names = (plural(roofline.threads, "thread", "threads"), "bytes", "among", "GB/s")
+    cells = zip(names, zip(*rows, strict=True), strict=True)
+    console.print(table_of([Column(name, list(of), left=name == names[0]) for name, of in cells], title="Measured"))
+    for (part, span), overhead in roofline.parts.items():
+        if part.kind == "overhead":
+            name = "an MLA" if part.latent else "a"
+            words = f"overhead of {name} step: {1e6 * overhead.value:.0f} µs, among {size(span)}"
+            console.print(words, highlight=False)
+
+
+def part_name(part: Part) -> str:
+    if part.kind == "attention":
+        return f"attention, {plural(part.rows, 'query', 'queries')} x {part.batch * part.heads}"
+    return f"{part.kind.replace('_', ' ')}, {plural(part.batch, 'row', 'rows')}"
 
 
 def step(seconds: Figure) -> str:

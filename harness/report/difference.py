@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from harness.difference import WEIGHTS, Difference, Row
@@ -13,6 +12,7 @@ from harness.report import story
 from harness.report.format import ABSENT, interval, is_absent, plain, plural, ratio, small
 from harness.report.page import Run
 from harness.report.summary import judge
+from harness.report.terminal import print_entry
 
 SHOWN = 20
 NOTE = (
@@ -32,10 +32,8 @@ def print_differences(
     shown = listed if everything else listed[:SHOWN]
     for cell in shown:
         mark = mark_of(cell)
-        title = Text.assemble(f"{'':2}", (f"{mark:<8}", STYLES.get(mark, "yellow")), plain(cell.case_id))
-        console.print(title, highlight=False, soft_wrap=True)  # unbroken, so that it can be copied
-        message = Text("\n".join(changes(cell)) or "no difference", overflow="fold")
-        console.print(Padding(message, (0, 0, 0, 10), expand=False), highlight=False)
+        message = "\n".join(changes(cell)) or "no difference"
+        print_entry(console, (mark, STYLES.get(mark, "yellow")), cell.case_id, message, width=8)
     if len(listed) > len(shown):
         console.print(f"+{len(listed) - len(shown):,} more, see --all", highlight=False)
     console.print(Text(NOTE, "dim"), highlight=False)

@@ -21,6 +21,8 @@ LEGEND = (
     "output, and cosine of both, against the reference in float64.",
     "x dense: latency over that of the tiled kernel in the same blocks, on the same inputs, with its 95 % interval.",
 )
+PARTS = ("variant", "seq_len", "mask", "phase", "dtype", "batch", "embed_dim")  # of a cell's name
+DROPPED = ("interval", "cosine", "PV skipped")  # in this order where the terminal is too narrow
 Entry = dict[str, Any]
 
 
@@ -34,13 +36,14 @@ def entries(records: Sequence[Record]) -> list[tuple[Record, Entry]]:
     return [(record, entry) for record in records for entry in record.approximation]
 
 
-def columns(records: Sequence[Record]) -> list[Column]:
-    """Empty where no kernel was approximate."""
+def columns(records: Sequence[Record], *, short: bool = False) -> list[Column]:
+    """Empty where no kernel was approximate. `short`: of a cell only what sets it apart."""
     found = entries(records)
     if not found:
         return []
+    names = _short_names([record for record, _ in found]) if short else [_cell(record, PARTS) for record, _ in found]
     described = [
-        Column("cell", [_cell(record) for record, _ in found], left=True),
+        Column("cell", names, left=True),
         Column("kernel", [plain(record.kernel) for record, _ in found], left=True),
         Column("inputs", [plain(entry["regime"]) for _, entry in found], left=True),
         Column("sparsity", [_percent(entry["sparsity"]) for _, entry in found]),
@@ -68,20 +71,35 @@ def sparsity_markdown(folder: Path) -> list[str]:
 
 
 def print_sparsity(folder: Path, console: Console) -> None:
-    from harness.report.terminal import table_of
+    from harness.report.terminal import fits, table_of
 
-    found = columns(store.read_records(folder))
+    found = columns(store.read_records(folder), short=True)
     if not found:
         return
+    table = table_of(found, title=TITLE)
+    for title in DROPPED:  # summary.md has all of them
+        if not fits(table, console):
+            found = [column for column in found if column.title != title]
+            table = table_of(found, title=TITLE)
     console.print()
-    console.print(table_of(found, title=TITLE))
+    console.print(table)
     for line in LEGEND:
         console.print(Text(line, "dim"), highlight=False)
 
 
-def _cell(record: Record) -> str:
-    """What sets one cell apart from the others of its kernel."""
-    return " ".join((record.variant, f"L={record.seq_len}", record.mask, record.phase, record.dtype))
+def _cell(record: Record, parts: Sequence[str]) -> str:
+    words = {"seq_len": f"L={record.seq_len}", "batch": f"B={record.batch}", "embed_dim": f"E={record.embed_dim}"}
+    return " ".join(words.get(part) or str(getattr(record, part)) for part in PARTS if part in parts)
+
+
+def _short_names(records: Sequence[Record]) -> list[str]:
+    """With the length, and whatever else tells two cells of one kernel apart."""
+    parts = ["seq_len"]
+    for part in PARTS:
+        longer = [*parts, part]
+        if len({(r.kernel, _cell(r, longer)) for r in records}) > len({(r.kernel, _cell(r, parts)) for r in records}):
+            parts = longer
+    return [_cell(record, parts) for record in records]
 
 
 def _percent(value: float) -> str:

@@ -45,7 +45,8 @@ def headline(verdict: Verdict) -> str:
 
 def counts_line(verdict: Verdict) -> str:
     parts = ", ".join(f"{number} {status}" for status, number in verdict.statuses.items())
-    return f"{verdict.cells} cells: {parts}" if parts else f"{verdict.cells} cells"
+    cells = f"{verdict.cells} {'cell' if verdict.cells == 1 else 'cells'}"
+    return f"{cells}: {parts}" if parts else cells
 
 
 def worst_line(verdict: Verdict) -> str | None:

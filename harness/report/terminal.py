@@ -58,7 +58,7 @@ def print_findings(findings: Sequence[Finding], console: Console, *, suite: str)
     for finding in sorted(findings, key=lambda finding: not finding.fails):
         message = f"{finding.kind}: {first_line(finding.message)}"
         mark = ("fails", "red") if finding.fails else ("note", "yellow")
-        _print_entry(console, mark, finding.case_id or "the whole run", message)
+        print_entry(console, mark, finding.case_id or "the whole run", message)
 
 
 def _print_variants(summary: pd.DataFrame, console: Console) -> None:
@@ -105,15 +105,16 @@ def _print_not_ok(bad: pd.DataFrame, console: Console) -> None:
     _print(console, Text("Not ok", "bold"))
     for row in bad.head(SHOWN).to_dict("records"):
         style = "red" if row["status"] in FAILING else "yellow"
-        _print_entry(console, (row["status"], style), row["case_id"], story.explain(row))
+        print_entry(console, (row["status"], style), row["case_id"], story.explain(row))
     if len(bad) > SHOWN:
         _print(console, Text(f"+{len(bad) - SHOWN} more, see results.csv"))
 
 
-def _print_entry(console: Console, mark: tuple[str, str], case_id: str, message: str) -> None:
+def print_entry(console: Console, mark: tuple[str, str], case_id: str, message: str, *, width: int = 12) -> None:
+    """A mark of at most `width` and a cell, and under them what is to say of it."""
     # The id has its own unbroken line, so that it can be copied; the message wraps under it.
-    _print_id(console, Text.assemble(f"{'':2}", (f"{mark[0]:<12}", mark[1]), plain(case_id)))
-    console.print(Padding(Text(message, overflow="fold"), (0, 0, 0, 14), expand=False), highlight=False)
+    _print_id(console, Text.assemble(f"{'':2}", (f"{mark[0]:<{width}}", mark[1]), plain(case_id)))
+    console.print(Padding(Text(message, overflow="fold"), (0, 0, 0, 2 + width), expand=False), highlight=False)
 
 
 def _print(console: Console, text: Text) -> None:

@@ -1,25 +1,29 @@
 """Exact attention over the kept blocks alone: what is skipped is neither read nor multiplied.
 
-For each head and block of queries the kept blocks of keys are gathered, and one product, one softmax and one more
-product over them follow. Threads take blocks of queries of their own, as tiled's do with tiles.
+For each block of queries the kept blocks of keys are gathered, and one product, one softmax and one more product over
+them follow, for several such blocks at a time. Threads take batches of their own, as tiled's do with tiles.
 """
 
 import dataclasses
 import functools
+import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.kernels.blocksparse.sight import SPARGE_BLOCKS, Blocks, block_sight, reach, row_sight
+from harness.kernels.blocksparse.alone import alone
+from harness.kernels.blocksparse.batches import Batch, Piece, batches, is_contiguous
+from harness.kernels.blocksparse.sight import SPARGE_BLOCKS, Blocks, block_sight, reach
 from harness.kernels.call import AttentionCall, Unsupported
 from harness.kernels.eager import eager
 from harness.kernels.tally import BlockCount
 from harness.kernels.threads import spread
 from harness.kernels.tiled import LOG2_E
+from harness.kernels.tiles import SHARE, cache_bytes
 
 INF = float("inf")
 
@@ -41,25 +45,22 @@ def block_sparse(
           seen up to it takes its share of the softmax, and its product with the values is left out
     """
     refuse(q, k, v, call)
-    B, H, L, _ = q.shape
-    NQ, NK = blocks.counts(q, k)
-    sight = block_sight(row_sight(q, k, call, blocks), blocks).expand(B, H, NQ, NK)
+    (B, H), (NQ, NK) = q.shape[:2], blocks.counts(q, k)
+    sight = block_sight(q, k, call, blocks).expand(B, H, NQ, NK)
     keep = keep.expand(B, H, NQ, NK) & sight
-    out = q.new_zeros(B, H, L, v.shape[3])
-    work = _Work.of(q, k, v, call, out, blocks, pv)
-    chosen = _split(keep)
-    most = max(map(len, chosen), default=0)
-    if most and out.numel():
-        threads = torch.get_num_threads() if q.device.type == "cpu" else 1
-        rooms = [work.room(most) for _ in range(threads)]
-        pieces = _pieces(chosen, B, H, NQ)
+    threads = torch.get_num_threads() if q.device.type == "cpu" else 1
+    work, todo = alone(lambda: _prepare(q, k, v, call, keep, blocks, pv, threads))
+    out = work.out
+    if todo and out.numel():
+        rooms = [work.room(todo) for _ in range(min(threads, len(todo)))]
         with torch.no_grad():
-            spread(functools.partial(_fill, work), rooms, pieces)
-            # Powers of two, and sums that are divided last, overflow a little sooner: then by eager's lines.
-            if not bool(torch.linalg.vector_norm(out, INF).isfinite()):
+            spread(functools.partial(_fill, work), rooms, todo)
+            # Sums that are divided last overflow a little sooner: then by eager's lines. A sum of what is finite may
+            # overflow too, and merely takes the longer way.
+            if not math.isfinite(float(out.sum(dtype=work.k.dtype))):
                 out = _by_eager(q, k, v, call, keep, blocks)
                 work.pv_skipped.clear()
-    count = BlockCount(int(keep.sum()), int(sight.sum()), B * H * NQ * NK, len(work.pv_skipped))
+    count = BlockCount(int(keep.sum()), int(sight.sum()), B * H * NQ * NK, sum(work.pv_skipped))
     return out, count
 
 
@@ -90,49 +91,40 @@ def _by_eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, keep: Tensor
     return eager(q, k, v, dataclasses.replace(call, mask=mask))[0]
 
 
-def _split(keep: Tensor) -> list[list[int]]:
-    """The kept blocks of keys of each (batch, head, block of queries)."""
-    flat = keep.flatten(0, 2)
-    columns = flat.nonzero()[:, 1].tolist()
-    found, start = [], 0
-    for length in flat.sum(-1).tolist():
-        found.append(columns[start : start + length])
-        start += length
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    b: int
-    h: int
-    block: int  # of queries
-    kept: list[int]  # blocks of keys, ascending
-
-
-def _pieces(chosen: list[list[int]], B: int, H: int, NQ: int) -> Iterator[_Piece]:
-    at = iter(chosen)
-    for b in range(B):
-        for h in range(H):
-            for block in range(NQ):
-                if kept := next(at):
-                    yield _Piece(b, h, block, kept)
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    keep: Tensor,
+    blocks: Blocks,
+    pv: float | None,
+    threads: int,
+) -> tuple["_Work", list[Batch]]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    budget = cache_bytes() // (SHARE * threads * wide.itemsize)
+    todo = batches(keep, kv_heads=k.shape[1], L=q.shape[2], blocks=blocks, budget=budget)
+    is_full = sum(len(batch.pieces) for batch in todo) == keep.shape[:3].numel()
+    out = (q.new_empty if is_full else q.new_zeros)(*q.shape[:3], v.shape[3])
+    return _Work.of(q, k, v, call, out, blocks, pv), todo
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """All that the pieces of one call share."""
+    """All that the batches of one call share."""
 
     q: Tensor
-    k: Tensor  # (B, H_kv, NK, keys, D), wide, the last block filled up with zeros
-    v: Tensor  # (B, H_kv, NK, keys, D_v)
+    k: Tensor  # (B * H_kv * NK, keys, D), wide, the last block of a head filled up with zeros
+    v: Tensor  # (B * H_kv * NK, keys, D_v)
     out: Tensor
     call: AttentionCall
     mask: Tensor | None  # (B or 1, H or 1, L or 1, NK, keys)
     S: int
+    per_head: int  # NK
     blocks: Blocks
     pv: float | None
     ceilings: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # by relative position
-    pv_skipped: list[None] = field(default_factory=list)  # one for each: appending needs no lock
+    pv_skipped: list[int] = field(default_factory=list)  # of each batch: appending needs no lock
 
     @staticmethod
     def of(
@@ -143,122 +135,183 @@ class _Work:
         short = NK * blocks.keys - S
 
         def cut(t: Tensor) -> Tensor:
-            """One pass over the keys, so that each block lies in one piece: nothing beside the products."""
-            return F.pad(t.detach().to(wide), (0, 0, 0, short)).contiguous().unflatten(2, (NK, blocks.keys))
+            """At most one pass over the keys, so that each block lies in one piece: nothing beside the products."""
+            t = t.detach().to(wide)
+            return (F.pad(t, (0, 0, 0, short)) if short else t).reshape(-1, blocks.keys, t.shape[3])
 
         mask = call.mask
         if mask is not None:
             mask = mask.detach().reshape((1,) * (4 - mask.ndim) + mask.shape)
             mask = F.pad(mask.expand(*mask.shape[:3], S), (0, short)).unflatten(3, (NK, blocks.keys))
-        return _Work(q.detach(), cut(k), cut(v), out, call, mask, S, blocks, pv)
+        return _Work(q.detach(), cut(k), cut(v), out, call, mask, S, NK, blocks, pv)
 
-    def room(self, most: int) -> Tensor:
-        """For the gathered keys, then values, the scores and the output of one piece."""
-        D, D_v, keys = self.k.shape[-1], self.v.shape[-1], most * self.blocks.keys
-        rows = min(self.blocks.queries, self.q.shape[2])
-        return self.k.new_empty(keys * max(D, D_v) + rows * (keys + D_v))
+    def room(self, todo: Sequence[Batch]) -> Tensor:
+        """For the gathered keys, then values, the scores and the output of one batch."""
+        D, D_v, width = self.k.shape[2], self.v.shape[2], self.blocks.keys
+
+        def size(batch: Batch) -> int:
+            keys, rows = batch.count * width, len(batch.pieces) * batch.queries
+            sources = 1 if batch.alike else len(batch.pieces)
+            return sources * keys * max(D, D_v) + rows * (keys + D_v)
+
+        return self.k.new_empty(max(map(size, todo)))
 
 
-def _fill(work: _Work, room: Tensor, pieces: Iterator[_Piece]) -> None:
-    call, width = work.call, work.blocks.keys
-    G = work.q.shape[1] // work.k.shape[1]
+def _fill(work: _Work, room: Tensor, todo: Iterator[Batch]) -> None:
+    call, width, D_v = work.call, work.blocks.keys, work.v.shape[2]
     softcap = call.softcap
-    for piece in pieces:
-        rows = slice(piece.block * work.blocks.queries, min((piece.block + 1) * work.blocks.queries, work.q.shape[2]))
-        k, v = work.k[piece.b, piece.h // G], work.v[piece.b, piece.h // G]
-        q = work.q[piece.b, piece.h, rows]
-        r, n = q.shape[0], len(piece.kept)
-        scores = room[: r * n * width].view(r, n * width)
-        mixed = room[r * n * width :][: r * v.shape[2]].view(r, -1)
-        rest = room[r * (n * width + v.shape[2]) :]
+    alpha = call.scale if softcap is None else call.scale / softcap
+    for batch in todo:
+        m, r, n = len(batch.pieces), batch.queries, batch.count
+        heads, rows = (1, m * r) if batch.alike else (m, r)
+        scores = room[: m * r * n * width].view(heads, rows, n * width)
+        mixed = room[scores.numel() :][: m * r * D_v].view(heads, rows, D_v)
+        rest = room[scores.numel() + mixed.numel() :]
+        sources = batch.pieces[:1] if batch.alike else batch.pieces
 
-        alpha = call.scale if softcap is None else call.scale / softcap
-        torch.addmm(scores, q.to(k.dtype), _gather(k, piece.kept, rest).mT, beta=0, alpha=alpha, out=scores)
+        q = _stack(work.q, batch).view(heads, rows, -1).to(work.k.dtype)
+        torch.baddbmm(scores, q, _gather(work, work.k, sources, rest).mT, beta=0, alpha=alpha, out=scores)
         if softcap is not None:
             scores.tanh_().mul_(softcap)
-        _hide(work, piece, rows, scores.view(r, n, width))
+        by_block = scores.view(m, r, n, width)
+        _hide(work, batch, by_block)
 
-        local = scores.view(r, n, width).amax(-1) if work.pv is not None else None
-        peak = (scores if local is None else local).amax(-1, keepdim=True)
+        local = by_block.amax(-1) if work.pv is not None else None  # (m, r, n)
+        peak = (scores.view(m, r, -1) if local is None else local).amax(-1, keepdim=True)  # (m, r, 1)
         sink = None
         if call.sinks is not None:
-            sink = call.sinks[piece.h].to(peak.dtype)
+            sink = call.sinks[[piece.h for piece in batch.pieces]].to(peak.dtype).view(m, 1, 1)
             peak = torch.maximum(peak, sink)
-        peak.masked_fill_(peak == -INF, 0.0)
+        if call.hides:
+            peak.masked_fill_(peak == -INF, 0.0)
         # exp2 takes half the time of exp; multiplied before the peak is taken away, scores would lose a digit.
-        torch.add(peak * -LOG2_E, scores, alpha=LOG2_E, out=scores).exp2_()
-        total = scores.sum(-1, keepdim=True)
+        weights = scores.view(m, r, -1)
+        torch.add(peak * -LOG2_E, weights, alpha=LOG2_E, out=weights).exp2_()
+        total = weights.sum(-1, keepdim=True)
         if sink is not None:
             total += torch.exp(sink - peak)
-        total.masked_fill_(total == 0.0, 1.0)  # a row that sees nothing stays 0
+        if call.hides:
+            total.masked_fill_(total == 0.0, 1.0)  # a row that sees nothing stays 0
 
-        kept = piece.kept
-        if local is not None and work.pv is not None:
-            counted = _matters(local, work.pv)
-            if len(counted) < n:
-                work.pv_skipped.extend([None] * (n - len(counted)))
-                kept = [kept[at] for at in counted]
-                at = torch.tensor(counted, device=scores.device)
-                scores = scores.view(r, n, width).index_select(1, at).view(r, -1)
-        torch.mm(scores, _gather(v, kept, rest), out=mixed)
-        torch.div(mixed, total, out=work.out[piece.b, piece.h, rows])
-
-
-def _gather(t: Tensor, kept: list[int], rest: Tensor) -> Tensor:
-    """The kept blocks of (NK, keys, D) one after another; a view where they already lie so."""
-    if kept[-1] - kept[0] + 1 == len(kept):
-        return t[kept[0] : kept[-1] + 1].view(-1, t.shape[2])
-    gathered = rest[: len(kept) * t.shape[1] * t.shape[2]].view(len(kept), t.shape[1], t.shape[2])
-    torch.index_select(t, 0, torch.tensor(kept, device=t.device), out=gathered)
-    return gathered.view(-1, t.shape[2])
-
-
-def _hide(work: _Work, piece: _Piece, rows: slice, scores: Tensor) -> None:
-    """In place; scores are (rows, n, keys)."""
-    if work.mask is not None:
-        at = torch.tensor(piece.kept, device=scores.device)
-        picks = zip((piece.b, piece.h), work.mask.shape, strict=False)
-        shown = work.mask[tuple(pick if size > 1 else 0 for pick, size in picks)]  # (L or 1, NK, keys)
-        shown = (shown[rows] if shown.shape[0] > 1 else shown).index_select(1, at)
-        if shown.is_floating_point():
-            scores.add_(shown.to(scores.dtype))
+        counted = None if local is None or work.pv is None else _matters(local, peak, work.pv)  # (m, n)
+        if counted is None or bool(counted.all()):
+            torch.bmm(scores, _gather(work, work.v, sources, rest), out=mixed)
         else:
-            scores.masked_fill_(~shown, -INF)
-    start = work.call.q_start
-    top = rows.start + (int(start[piece.b]) if isinstance(start, Tensor) else start)
-    bottom, width = top + rows.stop - rows.start - 1, work.blocks.keys
-    left, right = reach(work.call)
-    # Blocks before `low` and from `high` on hold keys that some row must not see; the others are seen whole.
-    low = 0 if left is None else bisect_left(piece.kept, -(-(bottom - left) // width))
+            work.pv_skipped.append(int((~counted).sum()))
+            _multiply_counted(work, batch, by_block, counted, mixed.view(m, r, D_v))
+        _write(work.out, batch, mixed.view(m, r, D_v), total)
+
+
+def _stack(q: Tensor, batch: Batch) -> Tensor:
+    """The queries of all pieces, (m, r, D); a view of one."""
+    if len(batch.pieces) == 1:
+        first = batch.pieces[0]
+        return q[first.b, first.h, first.rows].unsqueeze(0)
+    return torch.stack([q[piece.b, piece.h, piece.rows] for piece in batch.pieces])
+
+
+def _write(out: Tensor, batch: Batch, mixed: Tensor, total: Tensor) -> None:
+    for at, piece in enumerate(batch.pieces):
+        torch.div(mixed[at], total[at], out=out[piece.b, piece.h, piece.rows])
+
+
+def _gather(work: _Work, t: Tensor, sources: Sequence[Piece], rest: Tensor) -> Tensor:
+    """The kept blocks of keys one after another, (sources, n * keys, D); a view where they already lie so."""
+    kept, first, m = sources[0].kept, sources[0].source, len(sources)
+    # Batches hold one stretch of keys alone, or none.
+    if is_contiguous(kept) and all(piece.source == first + at for at, piece in enumerate(sources)):
+        heads = t.view(-1, work.per_head * t.shape[1], t.shape[2])
+        return heads[first : first + m, kept[0] * t.shape[1] : (kept[-1] + 1) * t.shape[1]]
+    at = torch.tensor([piece.source * work.per_head + block for piece in sources for block in piece.kept])
+    gathered = rest[: at.shape[0] * t.shape[1] * t.shape[2]].view(-1, t.shape[1], t.shape[2])
+    torch.index_select(t, 0, at.to(t.device), out=gathered)
+    return gathered.view(m, -1, t.shape[2])
+
+
+def _hide(work: _Work, batch: Batch, scores: Tensor) -> None:
+    """In place; scores are (m, r, n, keys)."""
+    if not work.call.hides and work.S % work.blocks.keys == 0:
+        return
+    for at, piece in enumerate(batch.pieces) if work.mask is not None else ():
+        _hide_masked(work, piece, scores[at])
+    # Pieces of the same place in several heads mostly hide alike: then at once.
+    by_piece = [tuple(_edges(work, piece)) for piece in batch.pieces]
+    together = by_piece[:1] if len(set(by_piece)) == 1 else by_piece
+    for at, edges in enumerate(together):
+        part = scores if len(together) == 1 else scores[at : at + 1]
+        for first, stop, key in edges:
+            shown = part[:, :, first:stop]
+            torch.minimum(shown, _ceiling(work, key), out=shown)
+
+
+def _hide_masked(work: _Work, piece: Piece, scores: Tensor) -> None:
+    assert work.mask is not None
+    picks = zip((piece.b, piece.h), work.mask.shape, strict=False)
+    shown = work.mask[tuple(pick if size > 1 else 0 for pick, size in picks)]  # (L or 1, NK, keys)
+    shown = shown[piece.rows] if shown.shape[0] > 1 else shown
+    shown = shown.index_select(1, torch.tensor(piece.kept, device=scores.device))
+    if shown.is_floating_point():
+        scores.add_(shown.to(scores.dtype))
+    else:
+        scores.masked_fill_(~shown, -INF)
+
+
+_Edge = tuple[int, int, "_Key"]
+_Key = tuple[int, int, int, int]
+
+
+def _edges(work: _Work, piece: Piece) -> Iterator[_Edge]:
+    """Stretches of kept blocks with keys that some query must not see; what they hide, relative to the first query."""
+    start, (left, right), width = work.call.q_start, reach(work.call), work.blocks.keys
+    top = piece.rows.start + (int(start[piece.b]) if isinstance(start, Tensor) else start)
+    length, kept = piece.rows.stop - piece.rows.start, piece.kept
+    # Blocks before `low` and from `high` on are not seen whole; the others are.
+    low = 0 if left is None else bisect_left(kept, -(-(top + length - 1 - left) // width))
     last = work.S - 1 if right is None else min(top + right, work.S - 1)
-    high = bisect_left(piece.kept, (last + 1) // width)
-    for at in {*range(low), *range(high, len(piece.kept))}:
-        shown = scores[:, at]
-        torch.minimum(shown, _ceiling(work, top, rows, piece.kept[at] * width), out=shown)
+    high = bisect_left(kept, (last + 1) // width)
+    partial = [*range(low), *range(max(low, high), len(kept))]
+    while partial:
+        first = stop = partial[0]
+        while (
+            stop - first < len(partial) and partial[stop - first] == stop and kept[stop] - kept[first] == stop - first
+        ):
+            stop += 1
+        partial = partial[stop - first :]
+        position = kept[first] * width
+        yield first, stop, (length, position - top, stop - first, min((stop - first) * width, work.S - position))
 
 
-def _ceiling(work: _Work, top: int, rows: slice, first: int) -> Tensor:
+def _ceiling(work: _Work, key: _Key) -> Tensor:
     """-inf where hidden by position, else inf: a minimum takes an eighth of the time of a masked_fill."""
-    width, length = work.blocks.keys, rows.stop - rows.start
-    valid = min(width, work.S - first)
-    key = (length, first - top, valid)
     if key not in work.ceilings:
+        length, position, count, valid = key
         left, right = reach(work.call)
-        i = torch.arange(top, top + length, device=work.out.device)[:, None]  # (rows, 1)
-        j = torch.arange(first, first + width, device=work.out.device)  # (keys,)
-        shown = (j < work.S).expand(length, width).clone()
+        i = torch.arange(length, device=work.out.device)[:, None]  # (rows, 1)
+        j = torch.arange(position, position + count * work.blocks.keys, device=work.out.device)  # (keys,)
+        shown = (j < position + valid).expand(length, -1).clone()
         if left is not None:
             shown &= j >= i - left
         if right is not None:
             shown &= j <= i + right
         endless = torch.full((), INF, dtype=work.k.dtype, device=work.out.device)
-        work.ceilings[key] = torch.where(shown, endless, -endless)
+        work.ceilings[key] = torch.where(shown, endless, -endless).unflatten(1, (count, work.blocks.keys))
     return work.ceilings[key]
 
 
-def _matters(local: Tensor, threshold: float) -> list[int]:
-    """Which of the blocks, met one after another, have a row within `threshold` of the highest score so far."""
+def _matters(local: Tensor, peak: Tensor, threshold: float) -> Tensor:
+    """Which of the blocks (m, n), met one after another, have a row within `threshold` of the highest score so far."""
+    near = (local - peak).amax(1) > -threshold  # no score so far is above the peak: these matter in any order
+    if bool(near.all()):
+        return near
     running = local.cummax(-1).values
     margin = torch.where(local == -INF, -INF, local - running) + threshold  # a row that has seen nothing: -inf - -inf
-    found: list[int] = (margin.amax(0) > 0).nonzero()[:, 0].tolist()
-    return found or [0]  # an empty product is not worth a case of its own
+    return margin.amax(1) > 0
+
+
+def _multiply_counted(work: _Work, batch: Batch, weights: Tensor, counted: Tensor, mixed: Tensor) -> None:
+    """Each piece with the values of those of its blocks that count."""
+    for at, piece in enumerate(batch.pieces):
+        blocks = counted[at].nonzero()[:, 0]
+        of_all = torch.tensor(piece.kept, device=blocks.device)[blocks] + piece.source * work.per_head
+        own = weights[at].index_select(1, blocks).flatten(1)  # (r, counted * keys)
+        torch.mm(own, work.v.index_select(0, of_all).flatten(0, 1), out=mixed[at])

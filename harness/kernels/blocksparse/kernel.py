@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from harness.kernels.blocksparse.alone import alone
 from harness.kernels.blocksparse.engine import block_sparse, refuse
 from harness.kernels.blocksparse.selectors import Selector
-from harness.kernels.blocksparse.sight import Blocks, covered, row_sight
+from harness.kernels.blocksparse.sight import Blocks, covered
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.tally import Tally
 
@@ -19,7 +20,7 @@ def block_sparse_kernel(
         refuse(q, k, v, call)
         if 0 in (q.numel(), k.numel(), v.numel()):
             return q.new_zeros(*q.shape[:3], v.shape[3]), None
-        keep = choose(selector, q, k, call, blocks=blocks)
+        keep = alone(lambda: choose(selector, q, k, call, blocks=blocks))
         out, count = block_sparse(q, k, v, call, keep, blocks=blocks, pv=pv)
         tally.add(count)
         return out, None
@@ -30,4 +31,4 @@ def block_sparse_kernel(
 def choose(selector: Selector, q: Tensor, k: Tensor, call: AttentionCall, *, blocks: Blocks) -> Tensor:
     """The selector's map within sight, and no query that sees keys left without any."""
     keep = selector(q.detach(), k.detach(), call)
-    return covered(keep.expand(*q.shape[:2], *keep.shape[2:]), row_sight(q, k, call, blocks), blocks)
+    return covered(keep.expand(*q.shape[:2], *keep.shape[2:]), q, k, call, blocks)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.kernels.blocksparse.sight import SPARGE_BLOCKS, Blocks, block_sight, row_sight
+from harness.kernels.blocksparse.sight import SPARGE_BLOCKS, Blocks, block_sight
 from harness.kernels.call import AttentionCall
 
 Selector = Callable[[Tensor, Tensor, AttentionCall], Tensor]
@@ -32,21 +32,25 @@ class Sparge:
     sink: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
-        seen = block_sight(row_sight(q, k, call, self.blocks), self.blocks)
+        seen = block_sight(q, k, call, self.blocks)
         if self.keeps_all:
             return seen.expand(q.shape[0], q.shape[1], *seen.shape[2:])
         G = q.shape[1] // k.shape[1]
-        if self.smooth:
-            k = k - k.mean(2, keepdim=True)  # what all keys share moves no softmax, and would make all of them alike
-        pooled_q, q_alike = pool(q, self.blocks.queries)
-        pooled_k, k_alike = (t.repeat_interleave(G, 1) for t in pool(k, self.blocks.keys))
-        q_alike, k_alike = q_alike > self.sim, k_alike > self.sim
+        pooled_q, pooled_k = pool(q, self.blocks.queries), pool(k, self.blocks.keys)
+        if self.sim < 0:  # no likeness is less: that pass over all queries and keys is saved
+            q_alike, k_alike = (torch.ones_like(t[..., 0], dtype=torch.bool) for t in (pooled_q, pooled_k))
+        else:
+            # What all keys share moves no softmax, and would make all of them alike.
+            own = k - k.mean(2, keepdim=True) if self.smooth else k
+            q_alike, k_alike = likeness(q, self.blocks.queries) > self.sim, likeness(own, self.blocks.keys) > self.sim
+        pooled_k, k_alike = (t.repeat_interleave(G, 1) for t in (pooled_k, k_alike))
         scores = pooled_q @ pooled_k.mT * call.scale  # (B, H, NQ, NK)
+        unknown = scores.isnan()  # what is not a number is not hidden by being skipped
         scores = scores.masked_fill(~(k_alike[:, :, None] & seen), float("-inf"))
         # A row of -inf alone, whose blocks are all kept for another reason, is 0/0.
         weights = torch.softmax(scores, -1).nan_to_num(0.0)
         keep = self._choose(weights) & (weights > 0)
-        keep |= ~k_alike[:, :, None] | ~q_alike[..., None] | diagonal(q, k, call, self.blocks)
+        keep |= unknown | ~k_alike[:, :, None] | ~q_alike[..., None] | diagonal(q, k, call, self.blocks)
         if self.sink:
             keep[..., 0] = True
         return keep & seen
@@ -94,8 +98,8 @@ class TopBlocks:
 
     def __call__(self, q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
         H, H_kv = q.shape[1], k.shape[1]
-        seen = block_sight(row_sight(q, k, call, self.blocks), self.blocks)
-        scores = pool(q, self.blocks.queries)[0] @ pool(k, self.blocks.keys)[0].repeat_interleave(H // H_kv, 1).mT
+        seen = block_sight(q, k, call, self.blocks)
+        scores = pool(q, self.blocks.queries) @ pool(k, self.blocks.keys).repeat_interleave(H // H_kv, 1).mT
         scores = (scores * call.scale).masked_fill(~seen, float("-inf"))
         importance = torch.softmax(scores, -1).nan_to_num(0.0).unflatten(1, (H_kv, -1)).sum(2)  # (B, H_kv, NQ, NK)
         best = importance.topk(min(self.count, importance.shape[-1]), -1).indices
@@ -103,23 +107,23 @@ class TopBlocks:
         return (keep | diagonal(q, k, call, self.blocks)) & seen
 
 
-def pool(t: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The mean token of each block (.., N, D), and how alike its tokens are (.., N): 1 if all point the same way.
-
-    The second is the squared length of the mean of unit vectors: the mean cosine of all pairs. In float64: the maps are
-    small, and a choice must not hang on the order of a sum.
-    """
+def pool(t: Tensor, size: int) -> Tensor:
+    """The mean token of each block, (.., N, D), in float64: a choice must not hang on the order of a sum."""
     L = t.shape[2]
-    N = -(-L // size)
-    lengths = torch.full((N,), size, dtype=torch.float64, device=t.device)
-    lengths[-1:] = L - (N - 1) * size
+    whole = L // size * size
+    wide = torch.promote_types(t.dtype, torch.float32)
+    means = t[:, :, :whole].unflatten(2, (-1, size)).sum(3, dtype=wide).double() / size
+    if whole == L:
+        return means
+    return torch.cat([means, t[:, :, whole:].sum(2, keepdim=True, dtype=wide).double() / (L - whole)], 2)
 
-    def mean(x: Tensor) -> Tensor:
-        sums = F.pad(x, (0, 0, 0, N * size - L)).unflatten(2, (N, size)).sum(3).double()
-        return sums / lengths[:, None]
 
-    t = t.detach().to(torch.promote_types(t.dtype, torch.float32))
-    return mean(t), mean(F.normalize(t, dim=-1)).square().sum(-1)
+def likeness(t: Tensor, size: int) -> Tensor:
+    """How alike the tokens of each block are, (.., N): 1 if all point the same way.
+
+    The squared length of the mean of unit vectors: the mean cosine of all pairs.
+    """
+    return pool(F.normalize(t.to(torch.promote_types(t.dtype, torch.float32)), dim=-1), size).square().sum(-1)
 
 
 def diagonal(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks, *, margin: int | None = None) -> Tensor:
@@ -134,4 +138,4 @@ def diagonal(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks, *, margi
             return torch.zeros((1, 1, *blocks.counts(q, k)), dtype=torch.bool, device=q.device)
         margin = 0
     near = AttentionCall(scale=1.0, q_start=call.q_start, left=margin, right=margin)
-    return block_sight(row_sight(q, k, near, blocks), blocks)
+    return block_sight(q, k, near, blocks)

@@ -40,38 +40,67 @@ def row_sight(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks) -> Tens
         allowed = allowed.expand(*allowed.shape[:2], L, S)
         padded = torch.nn.functional.pad(allowed, (0, NK * blocks.keys - S))
         return padded.unflatten(-1, (NK, blocks.keys)).any(-1)
-    left, right = reach(call)
-    first = torch.arange(NK, device=q.device) * blocks.keys  # (NK,)
-    last = (first + blocks.keys).clamp(max=S) - 1
-    i = torch.arange(L, device=q.device)[:, None]  # (L, 1)
-    i = i + (call.q_start.to(q.device)[:, None, None, None] if isinstance(call.q_start, Tensor) else call.q_start)
-    sees = torch.ones_like(i + first, dtype=torch.bool)  # (L, NK) or (B, 1, L, NK)
-    if right is not None:
-        sees &= first <= i + right
-    if left is not None:
-        sees &= last >= i - left
-    return sees.reshape((1,) * (4 - sees.ndim) + sees.shape)
+    i = torch.arange(L, device=q.device)
+    return _within_reach(i, i, q, k, call, blocks)
 
 
-def block_sight(rows: Tensor, blocks: Blocks) -> Tensor:
-    """From `row_sight` to blocks: (.., NQ, NK), True where some query of the block sees some key of the other."""
-    L = rows.shape[2]
-    NQ = -(-L // blocks.queries)
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, NQ * blocks.queries - L))
-    return padded.unflatten(2, (NQ, blocks.queries)).any(3)
+def block_sight(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks) -> Tensor:
+    """Bool, broadcastable to (B, H, NQ, NK): does some query of the one block see some key of the other?"""
+    if call.mask is not None:
+        return _of_blocks(row_sight(q, k, call, blocks), blocks).any(3)
+    # The reaches of neighbouring queries touch: a block's goes from its first one's to its last one's.
+    first, last = _ends(q, blocks)
+    return _within_reach(first, last, q, k, call, blocks)
 
 
-def covered(keep: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
+def covered(keep: Tensor, q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks) -> Tensor:
     """`keep` within sight, and a block more for each query that sees keys and would be left without any.
 
     Such a query takes the last block it sees, the nearest under causality: without it its output would be 0/0.
     """
-    keep = keep & block_sight(rows, blocks)
+    keep = keep & block_sight(q, k, call, blocks)
+    if call.mask is None:
+        first, last = _ends(q, blocks)
+        seen_by_all = _within_reach(last, first, q, k, call, blocks)  # within reach from either end of the block
+        if bool((keep & seen_by_all).any(-1).all()):  # mostly so, and found without a look at each query
+            return keep
+    rows = row_sight(q, k, call, blocks)
     L, NK = rows.shape[2:]
     of_row = torch.arange(L, device=keep.device) // blocks.queries
     orphans = rows.any(-1) & ~(keep[:, :, of_row] & rows).any(-1)  # (B, H, L)
     if bool(orphans.any()):
-        last = NK - 1 - rows.flip(-1).to(torch.uint8).argmax(-1)  # (.., L)
+        last_seen = NK - 1 - rows.flip(-1).to(torch.uint8).argmax(-1)  # (.., L)
         b, h, i = orphans.nonzero(as_tuple=True)
-        keep[b, h, of_row[i], last.expand(orphans.shape)[b, h, i]] = True
+        keep[b, h, of_row[i], last_seen.expand(orphans.shape)[b, h, i]] = True
     return keep
+
+
+def _ends(q: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """The first and the last query of each block."""
+    first = torch.arange(0, q.shape[2], blocks.queries, device=q.device)
+    return first, (first + (blocks.queries - 1)).clamp(max=q.shape[2] - 1)
+
+
+def _within_reach(
+    left_of: Tensor, right_of: Tensor, q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks
+) -> Tensor:
+    """(B or 1, 1, N, NK): blocks that lie not wholly left of the reach of the one query, nor right of the other's."""
+    left, right = reach(call)
+    first = torch.arange(0, k.shape[2], blocks.keys, device=q.device)  # (NK,)
+    sees = torch.ones(1, 1, left_of.shape[0], first.shape[0], dtype=torch.bool, device=q.device)
+    if left is None and right is None:
+        return sees
+    start = call.q_start.to(q.device)[:, None, None, None] if isinstance(call.q_start, Tensor) else call.q_start
+    if right is not None:
+        sees = sees & (first <= right_of[:, None] + (start + right))
+    if left is not None:
+        last = (first + (blocks.keys - 1)).clamp(max=k.shape[2] - 1)
+        sees = sees & (last >= left_of[:, None] + (start - left))
+    return sees
+
+
+def _of_blocks(rows: Tensor, blocks: Blocks) -> Tensor:
+    """(.., NQ, queries, NK), the last block filled up with queries that see nothing."""
+    NQ = -(-rows.shape[2] // blocks.queries)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, NQ * blocks.queries - rows.shape[2]))
+    return padded.unflatten(2, (NQ, blocks.queries))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import BadInput
-from harness.report import story
+from harness.report import sparsity, story
 from harness.report.page import words
 from harness.report.page.bundle import vega_bundle
+from harness.report.page.left_out import left_out_rows, left_out_tables
 from harness.report.page.rows import AXES, DERIVED, DIGITS, KEY_COLUMNS, combine, embedded
 from harness.report.page.run import Run
 
@@ -36,6 +37,7 @@ def build_page(runs: Sequence[Run]) -> str:
         raise BadInput(f"runs of one report need labels of their own, these are given twice: {', '.join(labels)}")
     cards = [words.card(run) for run in runs]
     sensitivity = [table for run in runs if run.sensitivity for table in words.sensitivity_tables(run.sensitivity)]
+    left_out = left_out_tables(runs)
     gates = [table for run in runs if (table := words.gate_table(run)) is not None]
     css, script = (STATIC / "page.css").read_text(encoding="utf-8"), _script()
     vega = vega_bundle()
@@ -59,17 +61,20 @@ def build_page(runs: Sequence[Run]) -> str:
         digits=DIGITS,
         sensitivity=sensitivity,
         gates=gates,
+        left_out=left_out,
+        left_out_legend=sparsity.LEGEND,
         environment=words.environment_table(runs),
-        sections=_sections(bool(sensitivity), bool(gates)),
+        sections=_sections(bool(left_out), bool(sensitivity), bool(gates)),
     )
 
 
-def _sections(sensitivity: bool, gates: bool) -> list[Section]:
+def _sections(left_out: bool, sensitivity: bool, gates: bool) -> list[Section]:
     shown = [
         ("verdict", "Verdict", True),
         ("tradeoffs", "Trade-offs", True),
         ("errors", "Errors", True),
         ("speed", "Speed", True),
+        ("left-out", "Left out", left_out),
         ("cells", "Cells", True),
         ("sensitivity", "Sensitivity", sensitivity),
         ("gate", "Gate", gates),
@@ -82,6 +87,7 @@ def _payload(runs: Sequence[Run]) -> dict[str, Any]:
     from harness.report.page.charts import DRAWN, STATUS_COLOURS, error_range, page_charts
 
     frame = combine(runs)
+    left_out = left_out_rows(runs, frame)
     return {
         "columns": embedded(frame),
         "length": len(frame),
@@ -91,7 +97,8 @@ def _payload(runs: Sequence[Run]) -> dict[str, Any]:
         "drawn": DRAWN,
         "statusColours": STATUS_COLOURS,
         "errorRange": error_range(frame),
-        "charts": page_charts(frame),
+        "charts": page_charts(frame, left_out),
+        "leftOut": left_out,
     }
 
 

@@ -1,6 +1,6 @@
 """The pictures as Vega-Lite specs. Their data arrives by name, so the page gives it once and may change it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -13,11 +13,12 @@ DRAWN = "drawn"  # the layer whose data the picture's table shows
 OK_UP_TO, DEGRADED_UP_TO = 2.0, 32.0  # in noise floors N
 LARGEST_DRAWN = 1e6  # in noise floors N
 NEAR = 0.06  # of the slowest time: names of points that are closer would lie on each other
+JOINED = "join(pluck(datum.here, 'series'), ', ')"
 STATUS_COLOURS = {"ok": "#2f9e77", "degraded": "#d9962b", "mismatch": "#d64550"}
 STATUS_SHAPES = {"ok": "circle", "degraded": "triangle-up", "mismatch": "cross"}
 
 
-def page_charts(frame: pd.DataFrame) -> dict[str, Any]:
+def page_charts(frame: pd.DataFrame, left_out: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """All pictures of the page; scales that must not jump while someone filters are fixed by the whole table."""
     variants = list(dict.fromkeys(frame["variant"].astype(str)))
     runs = list(dict.fromkeys(frame["run"].astype(str)))
@@ -31,6 +32,8 @@ def page_charts(frame: pd.DataFrame) -> dict[str, Any]:
         "errors": errors(frame),
         "speed": speed(frame),
     }
+    if left_out:
+        charts |= {"sparsity": sparsity(left_out), "gain": gain(left_out)}
     return {name: _plain(chart) for name, chart in charts.items()}
 
 
@@ -82,10 +85,11 @@ def tradeoffs(data: Any, *, variants: Sequence[str], runs: Sequence[str]) -> Any
         .properties(name=DRAWN)
     )
     rings = base.transform_filter("datum.front").mark_point(size=620, strokeWidth=1.25, color="#808080").encode(y=y)
-    # Named where they stand: no legend to look up, and readable without colours. Points at one place share one label.
+    # Named where they stand: no legend to look up, and readable without colours. Points at one place share one label,
+    # and those of one variant its name: what tells them apart there would not fit beside it.
     names = (
         base.transform_filter("datum.from_top == 1")
-        .transform_calculate(names="join(pluck(datum.here, 'series'), ', ')")
+        .transform_calculate(names="datum.variants_here == 1 && datum.here.length > 1 ? datum.variant : " + JOINED)
         .mark_text(align="center", dy=-19, fontSize=12, fontWeight=500)
         .encode(y=y, text="names:N")
     )
@@ -117,7 +121,7 @@ def tradeoffs(data: Any, *, variants: Sequence[str], runs: Sequence[str]) -> Any
             apart=f"isValid(datum.below) && datum.latency_ms - datum.below > {NEAR} * datum.slowest ? 1 : 0"
         )
         .transform_window(place="sum(apart)", frame=[None, 0], **upwards)
-        .transform_joinaggregate(here="values(series)", groupby=[*column, "place"])
+        .transform_joinaggregate(here="values(series)", variants_here="distinct(variant)", groupby=[*column, "place"])
         .transform_window(
             from_top="row_number()", groupby=[*column, "place"], sort=[alt.SortField("latency_ms", order="descending")]
         )
@@ -242,3 +246,45 @@ def speed(frame: pd.DataFrame) -> Any:
         .resolve_scale(color="independent")
         .properties(width="container", height=28 * max(1, len(places)))
     )
+
+
+def sparsity(left_out: Sequence[Mapping[str, Any]]) -> Any:
+    """What approximate kernels lost over what they skipped; a colour for each kind of input, a shape a kernel."""
+    chart = alt.Chart(alt.NamedData(DATA)).mark_point(size=60, filled=True, opacity=0.85, tooltip={"content": "data"})
+    return chart.encode(
+        x=alt.X(
+            "sparsity:Q",
+            title="sparsity: share of the visible blocks that was skipped",
+            scale=alt.Scale(domain=[0, 1]),
+            axis=alt.Axis(format=".0%", tickCount=6),
+        ),
+        y=alt.Y("rel_l1:Q", title="relative L1 error (lower is better)", axis=alt.Axis(tickCount=6)),
+        **_structure(left_out),
+    ).properties(name=DRAWN, width="container", height=320)
+
+
+def gain(left_out: Sequence[Mapping[str, Any]]) -> Any:
+    """Latency over the dense kernel's, over the sequence length."""
+    level = alt.Chart(alt.InlineData(values=[{"even": 1}])).mark_rule(strokeDash=[5, 4], opacity=0.7).encode(y="even:Q")
+    base = alt.Chart(alt.NamedData(DATA)).encode(
+        x=alt.X(
+            "seq_len:Q",
+            title="sequence length",
+            scale=alt.Scale(type="log", base=2, padding=24, nice=False),
+            axis=alt.Axis(format=",d", tickCount=6, labelOverlap=True, labelSeparation=8),
+        ),
+        y=alt.Y("dense_ratio:Q", title="latency ÷ dense (lower is better)", axis=alt.Axis(tickCount=6)),
+        **_structure(left_out),
+    )
+    bars = base.mark_rule(strokeWidth=1.5, opacity=0.4).encode(y="dense_ratio_lo:Q", y2="dense_ratio_hi:Q")
+    points = base.mark_point(size=60, filled=True, opacity=0.85, tooltip={"content": "data"}).properties(name=DRAWN)
+    return alt.layer(level, bars, points).properties(width="container", height=320)
+
+
+def _structure(left_out: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    inputs, kernels = (list(dict.fromkeys(str(row[name]) for row in left_out)) for name in ("inputs", "kernel"))
+    legend: dict[str, Any] = {"orient": "bottom", "direction": "horizontal", "columns": 2, "labelLimit": 260}
+    return {
+        "color": alt.Color("inputs:N", scale=alt.Scale(domain=inputs), legend=alt.Legend(title="inputs", **legend)),
+        "shape": alt.Shape("kernel:N", scale=alt.Scale(domain=kernels), legend=alt.Legend(title="kernel", **legend)),
+    }

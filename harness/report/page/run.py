@@ -10,6 +10,7 @@ from harness import store
 from harness.environment import Environment
 from harness.errors import BadInput
 from harness.gate.exact import Finding, gate
+from harness.record import Record
 from harness.report.folder import told
 
 SABOTEURS, THRESHOLDS = "sensitivity.csv", "cells.csv"
@@ -35,6 +36,7 @@ class Run:
     notes: tuple[str, ...] = ()  # what a reader must know besides the rows: missing cells, a user's own kernels
     findings: tuple[Finding, ...] | None = None
     sensitivity: Sensitivity | None = None
+    approximate: tuple[Record, ...] = ()  # those of kernels that left something out
 
 
 def read_run(
@@ -62,6 +64,7 @@ def read_run(
         notes=tuple(frame.attrs.get("notes", ())),
         findings=None if baseline is None else gate(folder, baseline),
         sensitivity=None if sensitivity is None else read_sensitivity(sensitivity),
+        approximate=tuple(record for record in stored.records if record.approximation),
     )
 
 

@@ -92,6 +92,27 @@ const pictures = {
   },
 };
 
+// Only where the page has their places: runs whose kernels are all exact have nothing to show.
+const ofLeftOut = (field, none) => ({
+  fields: ["kernel", "inputs", "seq_len", "sparsity", "rel_l1", "cosine", "dense_ratio", "dense_ratio_lo", "dense_ratio_hi"],
+  choose: (rows) => {
+    const shown = new Set(rows.map(({ row }) => row));
+    return page.leftOut.filter((entry) => shown.has(entry.row) && entry[field] !== null);
+  },
+  table: () => [{ name: "kernel", kind: "text" }, { name: "inputs", kind: "text" },
+    ...names("run", "seq_len", "sparsity", "rel_l1", "cosine", "dense_ratio", "dense_ratio_lo", "dense_ratio_hi", "case_id")],
+  none,
+  say: (rows, drawn) => {
+    const shown = new Set(rows.map(({ row }) => row));
+    const left = page.leftOut.filter((entry) => shown.has(entry.row)).length - drawn;
+    return left ? `${show(left)} without a finite value ${left === 1 ? "is" : "are"} not drawn.` : "";
+  },
+});
+if (page.leftOut.length) {
+  pictures.sparsity = ofLeftOut("rel_l1", "no approximate cell among the rows shown");
+  pictures.gain = ofLeftOut("dense_ratio", "no approximate cell among the rows shown was timed");
+}
+
 const isDecode = (row) => row.phase === "decode" && isEqual(row) && measured("latency_ms")(row)
   && measured("kv_bytes_per_token")(row) && measured("latency_ratio")(row);
 const hasCurve = (row) => (row.phase === "decode" || row.phase === "prefill") && isEqual(row) && measured("latency_ms")(row);
@@ -211,8 +232,8 @@ const bubble = document.getElementById("tooltip");
 function tooltip(_handler, event, _item, value) {
   bubble.hidden = value === null || value === undefined || value === "";
   if (bubble.hidden) return;
-  const row = value.row === undefined ? value : allRows[value.row];
-  const wanted = value.row === undefined ? pictures.speed.table() : tableColumns;
+  const row = value.row === undefined ? value : { ...allRows[value.row], ...value };
+  const wanted = value.row === undefined ? pictures.speed.table() : value.inputs === undefined ? tableColumns : pictures.sparsity.table();
   const known = wanted.filter(({ name }) => row[name] !== null && row[name] !== undefined);
   bubble.replaceChildren(element("dl", {}, ...known.flatMap(({ name }) =>
     [element("dt", {}, title(name)), element("dd", {}, show(row[name]))])));
