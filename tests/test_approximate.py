@@ -93,16 +93,17 @@ def test_a_limit_names_its_metric(limits, named):
 def test_an_approximate_kernel_is_judged_by_the_limits():
     found = record(f"sparse?topk=0.3&{BLOCKS}")
     assert (found.status, found.error) == ("ok", None)
-    assert 0 < found.sparsity < 1 and found.skipped_blocks > 0 and 0 < found.rel_l1 < 10
+    assert found.sparsity is not None and found.skipped_blocks is not None and found.rel_l1 is not None
+    assert 0 < found.sparsity < 1 and found.skipped_blocks > 0 and 0 < found.rel_l1 < 10 and found.calls is not None
     assert found.err_ratio is None and found.calls > 0
     tight = record(f"sparse?topk=0.3&{BLOCKS}", accuracy=Accuracy(rel_l1=found.rel_l1 / 2, cosine=0.0))
-    assert tight.status == "mismatch"
+    assert tight.status == "mismatch" and tight.error is not None
     assert "out in regime plain: rel_l1" in tight.error and "cosine" not in tight.error
 
 
 def test_in_an_exact_suite_it_fails_and_is_told_of_the_other_kind():
     found = record(f"sparse?topk=0.3&{BLOCKS}", accuracy=None)
-    assert found.status == "mismatch"
+    assert found.status == "mismatch" and found.error is not None
     assert "equivalence: approximate" in found.error
     assert found.rel_l1 is None
 
@@ -110,7 +111,7 @@ def test_in_an_exact_suite_it_fails_and_is_told_of_the_other_kind():
 @pytest.mark.parametrize("kernel", ["eager", "tiled", f"sparse?topk=1&{BLOCKS}", f"sparse_window?window=99&{BLOCKS}"])
 def test_what_leaves_nothing_out_is_judged_by_the_equality_rule(kernel):
     found = record(kernel, accuracy=Accuracy(rel_l1=0.0))
-    assert found.status == "ok"
+    assert found.status == "ok" and found.err_ratio is not None
     assert found.err_ratio <= 2
     window = kernel.startswith("sparse_window")
     assert (found.sparsity, found.skipped_blocks) == ((0.0, 0) if window else (None, None))

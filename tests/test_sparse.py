@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import harness
 from harness.kernels.blocksparse import engine
+from harness.kernels.blocksparse.batches import batches
 from harness.kernels.blocksparse.engine import block_sparse
 from harness.kernels.blocksparse.kernel import choose
 from harness.kernels.blocksparse.selectors import Sparge, TopBlocks, Window
@@ -49,7 +51,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: AttentionCall) ->
     return torch.where(mask.any(-1, keepdim=True), out, 0.0)
 
 
-CALLS = {
+CALLS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"causal": True},
     "window": {"window": (10, 3)},
@@ -91,7 +93,7 @@ def test_the_engine_honours_masks_of_every_form():
 def test_the_engine_honours_starts_softcap_and_sinks():
     q, k, v = draw(20, 60)
     keep = torch.rand(2, 4, 2, 8, generator=torch.Generator().manual_seed(3)) < 0.7
-    options = {"causal": True, "q_start": torch.tensor([3, 31]), "softcap": 2.0, "sinks": torch.tensor([0.5, -1, 2, 0])}
+    options: dict[str, Any] = {"causal": True, "q_start": torch.tensor([3, 31]), "softcap": 2.0, "sinks": torch.tensor([0.5, -1, 2, 0])}
     call = make_call(q, k, v, **options)
     expected = harness.attention(q, k, v, mask=element_mask(q, k, call, keep, SMALL), kernel="eager", **options)
     torch.testing.assert_close(block_sparse(q, k, v, call, keep, blocks=SMALL)[0], expected)
@@ -286,6 +288,7 @@ def textbook_sparge(q: Tensor, k: Tensor, *, causal: bool, topk: str | None, tau
                         break
                     kept.add(b)
             else:
+                assert topk is not None
                 kept |= set(order[: int(Fraction(topk) * len(k_blocks))])
             kept.add(order[0])
         for b in range(len(k_blocks)):
@@ -400,19 +403,22 @@ def test_blocks_are_counted():
     q, k, v = draw(64, 64, heads=2, kv_heads=2, batch=1)
     kernel = find_kernel("sparse?topk=0.25&block_q=16&block_k=16")
     harness.attention(q, k, v, kernel=kernel)
-    count = kernel.tally.take()
+    tally = kernel.tally
+    assert tally is not None
+    count = tally.take()
     assert (count.kept, count.visible, count.total, count.skipped) == (2 * 4 * 1, 2 * 16, 2 * 16, 2 * 12)
     assert count.sparsity == 0.75
     harness.attention(q, k, v, causal=True, kernel=kernel)
-    assert kernel.tally.calls == 1
-    count = kernel.tally.take()
-    assert (count.visible, count.total, kernel.tally.calls) == (2 * 10, 2 * 16, 0)
+    assert tally.calls == 1
+    count = tally.take()
+    assert (count.visible, count.total, tally.calls) == (2 * 10, 2 * 16, 0)
     assert count.sparsity == pytest.approx(1 - count.kept / 20)
 
 
 def test_each_look_up_counts_for_itself():
     one, other = find_kernel("sparse"), find_kernel("sparse")
     harness.attention(*draw(8, 8), kernel=one)
+    assert one.tally is not None and other.tally is not None
     assert (one.tally.calls, other.tally.calls) == (1, 0)
     assert (one.name, find_kernel("sparse?topk=0.3").name) == ("sparse", "sparse?topk=0.3")
     assert find_kernel("eager").tally is None
@@ -458,7 +464,7 @@ def wrong_outputs(spoil: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, 
     keep = torch.ones(2, 4, 3, 6, dtype=torch.bool)
     expected = dense(q, k, v, element_mask(q, k, call, keep, SMALL), call)
     if spoil == "drops a block":
-        whole = engine.batches
+        whole = batches
         monkeypatch.setattr(engine, "batches", lambda *given, **named: whole(*given, **named)[:-1])
     elif spoil == "ignores causal":
         call = dataclasses.replace(call, causal=False)
