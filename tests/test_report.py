@@ -14,6 +14,7 @@ from harness.environment import Environment
 from harness.gate.exact import Finding
 from harness.record import Record
 from harness.report import format as fmt
+from harness.report import story
 from harness.report.folder import measured_share
 from harness.report.markdown import summary_markdown
 from harness.report.summary import DTYPES, judge, not_ok, summarise
@@ -249,3 +250,14 @@ def test_counts(value: Any, text: str) -> None:
 )
 def test_ratios(value: Any, text: str) -> None:
     assert fmt.ratio(value) == text
+
+
+def test_a_run_of_approximate_cells_is_not_called_equal() -> None:
+    exact = record()
+    sparse = record("gqa", rel_l1=0.05, sparsity=0.5, err_ratio=None)
+    verdict = judge(store.table([exact, sparse]))
+    assert (story.headline(verdict), verdict.approximate) == ("WITHIN LIMITS", 1)
+    assert story.counts_line(verdict) == "2 cells: 2 ok (1 by error metrics)"
+    assert story.headline(judge(store.table([exact]))) == "EQUAL"
+    missed = record("gqa", rel_l1=0.5, sparsity=0.5, status="mismatch", error="rel_l1")
+    assert story.headline(judge(store.table([exact, missed]))) == "NOT EQUAL"

@@ -93,7 +93,8 @@ def test_the_engine_honours_masks_of_every_form():
 def test_the_engine_honours_starts_softcap_and_sinks():
     q, k, v = draw(20, 60)
     keep = torch.rand(2, 4, 2, 8, generator=torch.Generator().manual_seed(3)) < 0.7
-    options: dict[str, Any] = {"causal": True, "q_start": torch.tensor([3, 31]), "softcap": 2.0, "sinks": torch.tensor([0.5, -1, 2, 0])}
+    sinks = torch.tensor([0.5, -1, 2, 0])
+    options: dict[str, Any] = {"causal": True, "q_start": torch.tensor([3, 31]), "softcap": 2.0, "sinks": sinks}
     call = make_call(q, k, v, **options)
     expected = harness.attention(q, k, v, mask=element_mask(q, k, call, keep, SMALL), kernel="eager", **options)
     torch.testing.assert_close(block_sparse(q, k, v, call, keep, blocks=SMALL)[0], expected)

@@ -40,13 +40,16 @@ def headline(verdict: Verdict) -> str:
         return "NOTHING COMPARED"
     if verdict.missing and not any(status in FAILING for status in verdict.statuses):
         return "INCOMPLETE"
-    return "EQUAL" if verdict.passed else "NOT EQUAL"
+    if not verdict.passed:
+        return "NOT EQUAL"
+    return "WITHIN LIMITS" if verdict.approximate else "EQUAL"
 
 
 def counts_line(verdict: Verdict) -> str:
     parts = ", ".join(f"{number} {status}" for status, number in verdict.statuses.items())
     cells = f"{verdict.cells} {'cell' if verdict.cells == 1 else 'cells'}"
-    return f"{cells}: {parts}" if parts else cells
+    judged = f" ({verdict.approximate} by error metrics)" if verdict.approximate else ""
+    return f"{cells}: {parts}{judged}" if parts else cells
 
 
 def worst_line(verdict: Verdict) -> str | None:

@@ -30,7 +30,7 @@ def print_summary(
 ) -> None:
     verdict = judge(frame)
     title = story.headline(verdict)
-    style = {"EQUAL": "bold green"}.get(title, "bold red")
+    style = {"EQUAL": "bold green", "WITHIN LIMITS": "bold green"}.get(title, "bold red")
     _print(console, Text.assemble((title, style), "  ", story.counts_line(verdict)))
     if worst := story.worst_line(verdict):
         _print(console, Text(worst))

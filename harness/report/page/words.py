@@ -14,7 +14,9 @@ from harness.report.summary import EQUAL, Verdict, judge, not_ok, summarise
 
 SHOWN = 20  # cells that are not ok, above the table of all
 # Of each headline that `story` knows, the worst first: a page is as good as its worst run.
-TONES = {"NOT EQUAL": "bad", "INCOMPLETE": "warn", "NOTHING COMPARED": "none", "EQUAL": "good"}
+TONES = {
+    "NOT EQUAL": "bad", "INCOMPLETE": "warn", "NOTHING COMPARED": "none", "WITHIN LIMITS": "good", "EQUAL": "good",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
