@@ -3,6 +3,9 @@
     python bench/advise_accuracy.py                    float32, about a minute on a quiet machine
     python bench/advise_accuracy.py --dtype bfloat16
 
+Probes and steps of a layer are sampled in turn, because the speed of a machine drifts within seconds; what `harness
+advise` says of a minute ago holds for that minute.
+
 Exit codes: 0 every prediction within 30 % of the measurement, 1 not all.
 """
 
@@ -16,15 +19,16 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, python puts bench/ there instead
 
+from harness.advise import work
 from harness.advise.candidates import Candidate, candidates
-from harness.advise.figure import Figure, figure
+from harness.advise.figure import Figure
 from harness.advise.models import Model
-from harness.advise.roofline import measure
-from harness.advise.work import Part, decode_parts
+from harness.advise.roofline import Roofline, span_of
 from harness.arguments import positive
 from harness.case import DTYPES
 from harness.console import terminal
 from harness.exits import EQUAL, NOT_EQUAL
+from harness.report.format import plural
 from harness.report.story import Column
 from harness.report.terminal import table_of
 
@@ -47,8 +51,8 @@ class Point:
     keys: int
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return decode_parts(self.candidate, batch=self.batch, keys=self.keys)
+    def step(self) -> work.DecodeStep:
+        return work.decode_step(self.candidate, batch=self.batch, keys=self.keys)
 
 
 def points(dtype: str, lengths: Sequence[int], labels: Sequence[str] = LABELS) -> Iterator[Point]:
@@ -83,17 +87,19 @@ def build(candidate: Candidate) -> "Layer":
     )  # fmt: skip
 
 
-def measured(point: Point, *, budget_s: float) -> Figure:
+def compared(point: Point) -> tuple[Figure, Figure]:
+    """Predicted and measured, sampled in turn: the speed of a machine drifts within seconds."""
     import torch
 
-    from harness.advise.probes import decode_step
-    from harness.timing import interleave
+    from harness.advise.probes import Probe, decode_step, probe_of, take
 
     with torch.inference_mode():
-        layer = build(point.candidate)
-        step = decode_step(layer, batch=point.batch, keys=point.keys)
-        samples = interleave({"step": step}, budget_s=budget_s, min_blocks=7, max_blocks=100, seed=0)
-    return figure(samples["step"])
+        real = decode_step(build(point.candidate), batch=point.batch, keys=point.keys)
+        span = span_of(point.step)
+        probes: dict[work.Part | None, Probe] = {part: probe_of(part, span) for part in point.step.parts}
+        found = take({**probes, None: Probe(real, real)})
+    parts = {(part, span): seconds for part, seconds in found.items() if part is not None}
+    return Roofline({}, parts, torch.get_num_threads()).seconds(point.step), found[None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,21 +112,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = list(points(options.dtype, options.keys, options.variant))[:: options.every]
     status = Console(stderr=True).status("")
     with status:
-        roofline = measure([part.shape for point in chosen for part in point.parts], options.dtype, told=status.update)
         rows = []
         for point in chosen:
             status.update(f"{point.candidate.label} E {point.candidate.case.embed_dim} S {point.keys} B {point.batch}")
-            working_set = sum(part.bytes for part in point.parts)
-            predicted = roofline.seconds(point.parts, working_set=working_set)
-            rows.append((point, predicted, measured(point, budget_s=options.seconds)))
+            rows.append((point, *compared(point)))
     console = terminal()
     console.print(table(rows))
     ratios = [predicted.value / real.value for _, predicted, real in rows]
     good = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
-    summary = (
-        f"{good} of {len(rows)} within {WITHIN:.0%} of the measurement, {options.dtype}, {options.threads} threads"
+    threads = plural(options.threads, "thread", "threads")
+    console.print(
+        f"{good} of {len(rows)} within {WITHIN:.0%} of the measurement, {options.dtype}, {threads}", highlight=False
     )
-    console.print(f"{summary}; {roofline.bytes_per_s / 1e9:.1f} GB/s from memory", highlight=False)
     return EQUAL if good == len(rows) else NOT_EQUAL
 
 
@@ -147,7 +150,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--variant", choices=LABELS, nargs="+", default=LABELS, help="default: all")
     parser.add_argument("--keys", type=int, nargs="+", default=LENGTHS, metavar="S", help="default: 512 to 16384")
     parser.add_argument("--every", type=positive, default=1, metavar="N", help="only every N-th layer")
-    parser.add_argument("--seconds", type=float, default=0.2, help="for one layer (default: 0.2)")
     return parser
 
 

@@ -15,9 +15,9 @@ from harness.advise.disturbance import Clocks, Disturbance, watch
 from harness.advise.figure import Figure, figure
 from harness.advise.memory import Demand, footprint
 from harness.advise.models import MODELS, Model
-from harness.advise.predict import predict, shapes_of
-from harness.advise.roofline import BEYOND, CACHED, MIB, Pace, Roofline
-from harness.advise.work import Shape, decode_parts
+from harness.advise.predict import predict, step_of
+from harness.advise.roofline import BEYOND, CACHED, MIB, Roofline, span_of
+from harness.advise.work import DecodeStep, Part, decode_step
 from harness.cli import main
 from harness.commands import advise as command
 from harness.errors import BadInput
@@ -182,50 +182,103 @@ def exactly(value: float) -> Figure:
     return Figure(value, value, value)
 
 
-def made_up(shapes: list, *, cached: float = 1e-10, beyond: float = 1e-9, overhead: float = 1e-4) -> Roofline:
-    pace = Pace(exactly(cached), exactly(beyond))
-    reading = {CACHED: exactly(1e-11), 32 * MIB: exactly(2e-11), BEYOND: exactly(9e-11)}
-    return Roofline(reading, dict.fromkeys(shapes, pace), dict.fromkeys((False, True), exactly(overhead)), 1)
+def made_up(steps: list[DecodeStep], *, pace: float = 1e-9, overhead: float = 1e-4) -> Roofline:
+    parts = {
+        (part, span_of(step)): exactly(part.bytes * pace if part.bytes else overhead)
+        for step in steps
+        for part in step.parts
+    }
+    return Roofline(dict.fromkeys((CACHED, BEYOND), exactly(1e-11)), parts, 1)
 
 
-def test_a_step_reads_weights_and_cache_once():
+def steps_of(demand: Demand) -> list[DecodeStep]:
+    return [step_of(one, demand) for one in candidates(demand.model, demand.dtype)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_step_reads_weights_and_cache_once(name: str):
     """Parts of a step hold what the layer holds: its parameters (norms aside) and its cache."""
-    for name in ("llama-2-7b", "qwen3-8b", "deepseek-v2", "deepseek-v2-lite"):
-        candidate = own(MODELS[name])
-        parts = decode_parts(candidate, batch=3, keys=100)
-        held = 2 * (candidate.attention_params - candidate.extra_params) + 300 * candidate.bytes_per_token_layer
-        assert sum(part.bytes for part in parts) == held, name
+    for candidate in candidates(MODELS[name], "bfloat16"):
+        case = candidate.case
+        norms = candidate.extra_params + (case.q_lora_rank or 0) + (case.kv_lora_rank or 0)
+        step = decode_step(candidate, batch=3, keys=100, layers=5)
+        held = 2 * (candidate.attention_params - norms) + 300 * candidate.bytes_per_token_layer
+        assert sum(part.bytes for part in step.parts) == held, candidate.label
+        assert step.working_set == 5 * held, candidate.label
 
 
-def test_time_is_overhead_and_bytes_at_the_pace_of_memory():
+@pytest.mark.parametrize("label", ["gqa-4", "mla", "mla with query rank"])
+def test_parts_are_the_products_that_a_layer_calls(label: str, monkeypatch: pytest.MonkeyPatch):
+    """In their order and with the layer's own shapes: a probe's calls side by side with those of a real step."""
+    import torch
+
+    import harness
+    from harness.advise import probes
+    from harness.variants import mla
+
+    ranks: dict[str, Any] = {"kv_lora_rank": 24, "rope_head_dim": 4, "v_head_dim": 12}
+    rank = 20 if "rank" in label else None
+    model = Model("m", 40, 1, 8, 8, None if "mla" in label else 4)
+    if "mla" in label:
+        model = replace(model, q_lora_rank=rank, **ranks)
+    candidate = next(one for one in candidates(model, "float32") if one.label == label.split()[0])
+    layer: Any = (
+        harness.MultiHeadLatentAttention(
+            40, 8, nope_head_dim=8, q_lora_rank=rank, mode="absorbed", kernel="grouped", **ranks
+        )
+        if "mla" in label
+        else harness.GroupedQueryAttention(40, 8, 4, head_dim=8, kernel="grouped")
+    )
+    seen: list[tuple] = []
+
+    def spy(name, function):
+        def spied(*arguments, **options):
+            tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+            seen.append((name, *(tuple(one.shape) for one in tensors)))
+            return function(*arguments, **options)
+
+        return spied
+
+    from harness.variants import gqa
+
+    step = probes.decode_step(layer, batch=3, keys=9)
+    for place in (gqa, mla, probes):
+        monkeypatch.setattr(place, "attention", spy("attention", place.attention))
+    monkeypatch.setattr(torch, "einsum", spy("einsum", torch.einsum))
+    monkeypatch.setattr(torch.nn.functional, "linear", spy("linear", torch.nn.functional.linear))
+    with torch.inference_mode():
+        step()
+        real = seen.copy()
+        calls = [probes.call_of(part) for part in decode_step(candidate, batch=3, keys=9).parts if part.bytes]
+        seen.clear()
+        for call in calls:
+            call()
+    assert seen == real and len(real) == len(calls)
+
+
+def test_time_is_overhead_and_every_part():
     model = MODELS["llama-3-8b"]
     demand = Demand(model, 1000, 1, "bfloat16", 80 * GIB)
     candidate = own(model)
-    predicted = predict(candidate, demand, made_up(shapes_of([candidate], demand)))
+    predicted = predict(candidate, demand, made_up([step_of(candidate, demand)]))
     held = 2 * candidate.attention_params + 1000 * 4096
     assert predicted.value == pytest.approx(1e-4 + held * 1e-9)
 
 
-def test_a_small_working_set_is_read_from_the_cache():
+def test_parts_are_looked_up_where_the_step_finds_them():
+    """The same layer alone is in the cache; as one of many it is not."""
     candidate = own(Model("m", 64, 1, 4, 16, kv_heads=4), "float32")
-    parts = decode_parts(candidate, batch=1, keys=16)
-    roofline = made_up([part.shape for part in parts])
-    held = sum(part.bytes for part in parts)
-    assert roofline.seconds(parts, working_set=held).value == pytest.approx(1e-4 + held * 1e-10)
-    assert roofline.seconds(parts, working_set=GIB).value == pytest.approx(1e-4 + held * 1e-9)
-
-
-def test_between_cache_and_memory_the_share_grows_with_the_set():
-    roofline = made_up([])
-    shares = [roofline.from_memory(n * MIB) for n in (1, 4, 6, 16, 32, 48, 64, 96, 500)]
-    assert shares == sorted(shares)
-    assert shares[:2] == [0, 0] and shares[-2:] == [1, 1]
-    assert roofline.from_memory(32 * MIB) == pytest.approx((2 - 1) / (9 - 1))
-
-
-def test_a_machine_whose_cache_holds_everything_is_no_division_by_zero():
-    flat = replace(made_up([]), reading=dict.fromkeys((CACHED, BEYOND), exactly(1e-11)))
-    assert [flat.from_memory(size) for size in (CACHED, BEYOND, 4 * BEYOND)] == [0, 1, 1]
+    alone, many = (decode_step(candidate, batch=1, keys=16, layers=n) for n in (1, 10**6))
+    assert (span_of(alone), span_of(many)) == (CACHED, BEYOND)
+    between = decode_step(candidate, batch=1, keys=16, layers=300)
+    assert CACHED < span_of(between) == between.working_set < BEYOND
+    model = Model("m", 64, 300, 4, 16, kv_heads=4)
+    assert step_of(own(model, "float32"), Demand(model, 16, 1, "float32", GIB)) == between
+    near, far = made_up([alone], pace=1e-10), made_up([many], pace=1e-9)
+    both = replace(near, parts=near.parts | far.parts)
+    held = alone.working_set
+    assert both.seconds(alone).value == pytest.approx(1e-4 + held * 1e-10)
+    assert both.seconds(many).value == pytest.approx(1e-4 + held * 1e-9)
 
 
 def test_the_error_bar_comes_from_the_samples():
@@ -236,61 +289,108 @@ def test_the_error_bar_comes_from_the_samples():
     assert figure([2.0] * 7).error == 0
 
 
-def test_measuring_here_gives_positive_paces(monkeypatch: pytest.MonkeyPatch):
-    """The real probes, small: each shape that a prediction needs has a pace, and a step costs something."""
+def test_measuring_here_gives_positive_times(monkeypatch: pytest.MonkeyPatch):
+    """The real probes, few samples: each part that a prediction needs has a time."""
     from harness.advise import probes, roofline
 
     monkeypatch.setattr(probes, "BUDGET_S", 0.0)
-    monkeypatch.setattr(probes, "BLOCKS", 2)
-    monkeypatch.setattr(roofline, "READ_SIZES", (CACHED, BEYOND))
-    monkeypatch.setattr(probes, "PIECE_BYTES", 2 * MIB)
+    monkeypatch.setattr(probes, "LEAST", 2)
     model = Model("m", 64, 2, 8, 8, kv_heads=2)
     demand = Demand(model, 64, 2, "bfloat16", GIB)
     found = [one for one in candidates(model, "bfloat16") if one.label in ("gqa-2", "mla")]
+    steps = [step_of(one, demand) for one in found]
     heard: list[str] = []
-    measured = roofline.measure(shapes_of(found, demand), "bfloat16", told=heard.append)
-    assert set(measured.paces) == set(shapes_of(found, demand))
-    assert all(pace.cached.lo > 0 and pace.beyond.lo > 0 for pace in measured.paces.values())
-    assert len(heard) == 2 + 1 + len(measured.paces)
+    measured = roofline.measure(steps, told=heard.append)
+    assert set(measured.parts) == {(part, CACHED) for step in steps for part in step.parts}
+    assert all(one.lo > 0 for one in (*measured.parts.values(), *measured.reading.values()))
+    assert len(heard) == 1 + len(steps)
     for one in found:
         predicted = predict(one, demand, measured)
         assert 0 < predicted.lo <= predicted.value <= predicted.hi < 1
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape("linear", 4),
-        Shape("per_head", 2, heads=3, width=8, value=16),  # far less data than a piece
-        Shape("attention", 4, heads=2, width=16, value=16),
-        Shape("attention", 2, heads=100_000, width=64, value=64),  # a key of each would be more than a piece
-        Shape("attention", 8, heads=1, width=4, value=2, latent=True),
-    ],
-    ids=lambda shape: f"{shape.kind}-{shape.heads}",
-)
-def test_a_probe_reads_about_what_it_is_told_to(shape: Shape, monkeypatch: pytest.MonkeyPatch):
-    """Beyond the cache means beyond it, whatever the shape; and one call never takes more than a piece."""
+def test_a_part_that_two_variants_share_is_measured_once(monkeypatch: pytest.MonkeyPatch):
+    from harness.advise import probes, roofline
+
+    taken: list[object] = []
+
+    def take(asked):
+        taken.extend(asked)
+        return dict.fromkeys(asked, exactly(1.0))
+
+    monkeypatch.setattr(probes, "take", take)
+    monkeypatch.setattr(probes, "PIECE_BYTES", MIB)
+    model = Model("m", 64, 10**6, 8, 8, existing=False)
+    steps = steps_of(Demand(model, 64, 1, "float32", GIB))
+    roofline.measure(steps)
+    assert len(taken) == len(set(taken)) == 2 + len({part for step in steps for part in step.parts})
+    assert sum(len(step.parts) for step in steps) > len(taken)
+
+
+PARTS = [
+    Part("linear", 4, 700, 900, "float32"),
+    Part("linear", 4096, 700, 900, "float32"),
+    Part("to_latent", 2, 64, 64, "float32", heads=128),
+    Part("from_latent", 2, 64, 64, "bfloat16", heads=300),
+    Part("attention", 2, 16, 16, "float32", heads=2, rows=4, keys=10_000),
+    Part("attention", 1000, 64, 64, "float32", heads=8, rows=2, keys=100),  # few keys of each are more than a piece
+    Part("attention", 1, 40, 32, "float32", rows=8, keys=50_000, latent=True),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.kind}-{part.batch}")
+def test_a_large_part_is_cut_to_a_piece(part: Part, monkeypatch: pytest.MonkeyPatch):
+    from harness.advise import probes
+
+    assert probes.cut(replace(part, batch=min(part.batch, 16))) != part or probes.cut(part) == part
+    monkeypatch.setattr(probes, "PIECE_BYTES", MIB)
+    piece = probes.cut(part)
+    assert 0.8 * MIB <= piece.bytes <= MIB < part.bytes
+    assert (piece.kind, piece.rows, piece.width, piece.latent) == (part.kind, part.rows, part.width, part.latent)
+    assert probes.cut(piece) == piece
+
+
+@pytest.mark.parametrize("part", PARTS[:1] + PARTS[4:5], ids=lambda part: part.kind)
+def test_a_probe_reads_the_rest_of_the_working_set_first(part: Part, monkeypatch: pytest.MonkeyPatch):
     import torch
 
     from harness.advise import probes
 
-    monkeypatch.setattr(probes, "BUDGET_S", 0.0)
+    read: list[int] = []
     monkeypatch.setattr(probes, "PIECE_BYTES", MIB)
-    monkeypatch.setattr(probes, "MANY", 4096)
-    made: list[int] = []
-    maker = probes.MAKERS[shape.kind]
-
-    def counted(*arguments):
-        call, size = maker(*arguments)
-        made.append(size if arguments[2] else 0)
-        return call, size
-
-    monkeypatch.setitem(probes.MAKERS, shape.kind, counted)
+    monkeypatch.setattr(probes, "_reader", lambda size: lambda: read.append(size))
+    piece = probes.cut(part)
+    probe = probes.probe_of(part, 5 * MIB)
     with torch.inference_mode():
-        pace = probes.pace(shape, "float32", 3 * MIB)
-    assert 0.9 * 3 * MIB <= sum(made) <= 3 * MIB
-    assert max(made) <= MIB
-    assert 0 < pace.lo <= pace.value <= pace.hi
+        probe.before()
+        probe.call()
+    assert read == [5 * MIB - piece.bytes]
+    assert probe.scale == part.bytes / piece.bytes > 1
+
+
+def test_a_sample_is_the_call_less_the_empty_call(monkeypatch: pytest.MonkeyPatch):
+    """On a clock that the calls move themselves; what comes before is not counted, nor is the first turn."""
+    from harness.advise import probes
+    from harness.advise.probes import Probe, take
+
+    now, order = [0.0], []
+    odd = {"first": -1.0}  # the first turn, unlike all others
+
+    def lasts(name: str, seconds: float):
+        def call():
+            order.append(name)
+            now[0] += seconds + odd.pop(name, 0.0)
+
+        return call
+
+    monkeypatch.setattr("harness.advise.probes.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(probes, "BUDGET_S", 0.0)
+    found = take({
+        1: Probe(lasts("before", 7.0), lasts("first", 3.0), lasts("empty", 1.0), 10.0),
+        2: Probe(lasts("before", 7.0), lasts("second", 5.0)),
+    })  # fmt: skip
+    assert found == {1: exactly(20.0), 2: exactly(5.0)}
+    assert order == ["before", "first", "empty", "before", "second"] * (1 + probes.LEAST)
 
 
 @pytest.mark.parametrize("latent", [False, True])
@@ -332,8 +432,7 @@ def costs(option: Option) -> tuple[float, ...]:
 def test_the_front_is_what_nothing_beats():
     model = MODELS["llama-2-7b"]
     demand = Demand(model, 4096, 1, "bfloat16", 80 * GIB)
-    shapes = shapes_of(candidates(model, "bfloat16"), demand)
-    for advice in (advise(demand), advise(demand, made_up(shapes))):
+    for advice in (advise(demand), advise(demand, made_up(steps_of(demand)))):
         front = {one.candidate.label for one in advice.options if one.pareto}
         beaten = {
             one.candidate.label
@@ -379,11 +478,9 @@ def test_time_can_keep_it():
     """The same question where latents are slow: MHA is the fastest, so nothing beats it on all."""
     model = MODELS["llama-2-7b"]
     demand = Demand(model, 4096, 1, "bfloat16", 80 * GIB)
-    shapes = shapes_of(candidates(model, "bfloat16"), demand)
-    quick = made_up(shapes, beyond=1e-12)
-    slow = Pace(exactly(1e-6), exactly(1e-6))
-    paces = {shape: slow if shape.latent else pace for shape, pace in quick.paces.items()}
-    chosen = advise(demand, replace(quick, paces=paces)).chosen
+    quick = made_up(steps_of(demand), pace=1e-12)
+    parts = {key: exactly(1.0) if key[0].latent else seconds for key, seconds in quick.parts.items()}
+    chosen = advise(demand, replace(quick, parts=parts)).chosen
     assert chosen is not None and chosen.candidate.label == "mha"
 
 
@@ -450,9 +547,10 @@ def test_the_table_has_the_exact_figures(capsys, monkeypatch, width):
 def test_rough_times_are_said_to_be(capsys, monkeypatch, spread: float, rough: bool):
     from harness.advise import roofline
 
-    def measure(shapes, dtype, *, told):
-        exact = replace(made_up(shapes), disturbance=Disturbance(1.0 if rough else 0.1, 9.0))
-        return replace(exact, overhead=dict.fromkeys((False, True), Figure(1e-3, 1e-3, spread)))
+    def measure(steps, *, told):
+        exact = replace(made_up(steps), disturbance=Disturbance(1.0 if rough else 0.1, 9.0))
+        overhead = {key: Figure(1e-3, 1e-3, spread) for key in exact.parts if key[0].kind == "overhead"}
+        return replace(exact, parts=exact.parts | overhead)
 
     monkeypatch.setattr(roofline, "measure", measure)
     assert main(["advise", "--model", "llama-3-8b", "--memory", "80GB", "--verbose"]) == 0

@@ -527,7 +527,7 @@ def test_report_rebuilds_what_was_derived(cli: Command):
         (Path("done") / name).unlink()
     result = cli("report", "done")
     assert result.code == 0
-    assert result.out.startswith("EQUAL  1 cells: 1 ok")
+    assert result.out.startswith("EQUAL  1 cell: 1 ok")
     assert {name: (Path("done") / name).read_bytes() for name in before} == before
     assert (Path("done") / "summary.md").exists()
     nothing = cli("report", "nowhere")
@@ -588,12 +588,12 @@ def test_python_m_harness_from_end_to_end():
     write(ONE)
     good = process("-m", "harness", "run", "c.yaml", "--kernel", "mine.py:textbook")
     assert good.code == 0, good
-    assert good.out.startswith("EQUAL  1 cells: 1 ok")
+    assert good.out.startswith("EQUAL  1 cell: 1 ok")
     assert good.err == ""
     assert list(table()["kernel"]) == ["mine.py:textbook"]
     bad = process("-m", "harness", "run", "c.yaml", "--kernel", "mine.py:causal_off_by_one")
     assert bad.code == 1, bad
-    assert bad.out.startswith("NOT EQUAL  1 cells: 1 mismatch")
+    assert bad.out.startswith("NOT EQUAL  1 cell: 1 mismatch")
     broken = process("-m", "harness", "run", "c.yaml", "--shard", "0/1")
     assert broken.code == 2
 

@@ -18,6 +18,7 @@ from harness.errors import BadInput
 from harness.record import COLUMNS, STATUSES, Record
 from harness.report.difference import changes, csv, environment_lines, mark_of, markdown, print_differences
 from harness.report.page import read_run, write_own_page
+from harness.report.terminal import print_entry
 from tests.page_runs import HERE, HOSTILE, record, run
 
 
@@ -229,7 +230,7 @@ def test_an_incomplete_run_is_not_called_equal(tmp_path: Path, capsys):
     with store.RunFolder.create(part, "smoke", about=store.About(manifest, "", HERE)) as folder:
         folder.append_all(planned[:1])
     assert main(["compare", str(whole), str(part)]) == 0
-    assert "B part: INCOMPLETE, 1 cells: 1 ok; 2 missing" in " ".join(capsys.readouterr().out.split())
+    assert "B part: INCOMPLETE, 1 cell: 1 ok; 2 missing" in " ".join(capsys.readouterr().out.split())
     write_own_page(part, read_run(part).frame)
     assert "part: INCOMPLETE</title>" in (part / "report.html").read_text(encoding="utf-8")
 
@@ -270,3 +271,12 @@ def test_a_folder_is_not_loaded_twice(tmp_path: Path):
 def test_loading_nothing_is_an_error():
     with pytest.raises(BadInput, match="no folder"):
         harness.load([])
+
+
+def test_what_is_said_of_a_cell_stands_under_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    print_entry(Console(width=30), ("worse", "red"), "a-case-id-longer-than-the-line-is", "one\ntwo", width=8)
+    assert capsys.readouterr().out.splitlines() == [
+        "  worse   a-case-id-longer-than-the-line-is",
+        f"{'':10}one",
+        f"{'':10}two",
+    ]

@@ -90,10 +90,7 @@ def test_float32_passes_the_acceptance_rule_with_gradients(info: ModuleInfo) -> 
         inputs = {key: value for key, value in inputs.items() if value is not None}
         for new, _ in swapped_versions(model):
             found = harness.check(new, model, inputs, gradients=True)
-            outputs = [v for v in found.verdicts if not v.tensor.startswith("grad ")]
-            assert {verdict.status for verdict in outputs} == {"ok"}, f"{sample.desc}: {found.worst}"
-            # The gradient of a bias of 4 numbers scatters: 1 of 273 samples had one at 2.1 N.
-            assert found.status in ("ok", "degraded"), f"{sample.desc}: {found.worst}"
+            assert found.status == "ok", f"{sample.desc}: {found.worst}"
 
 
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.module_cls.__name__)

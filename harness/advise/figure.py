@@ -28,7 +28,3 @@ def figure(seconds: Sequence[float]) -> Figure:
     """The lower quartile, between the fastest sample and the median: others on the machine only ever add time."""
     quartile, median, _ = statistics.quantiles(seconds, n=4, method="inclusive")
     return Figure(quartile, min(seconds), median)
-
-
-def between(near: Figure, far: Figure, share: float) -> Figure:
-    return near.times(1 - share) + far.times(share)

@@ -4,20 +4,15 @@ from harness.advise.candidates import Candidate
 from harness.advise.figure import Figure
 from harness.advise.memory import Demand
 from harness.advise.roofline import Roofline
-from harness.advise.work import Shape, decode_parts
+from harness.advise.work import DecodeStep, decode_step
 
 
 def predict(candidate: Candidate, demand: Demand, roofline: Roofline) -> Figure:
-    """Seconds for one new token of each sequence. Each layer finds the cache full of the others' data."""
-    parts = decode_parts(candidate, batch=demand.batch, keys=demand.kept(demand.context))
-    a_layer = sum(part.bytes for part in parts)
-    return roofline.seconds(parts, working_set=a_layer * demand.model.layers)
+    """Seconds for one new token of each sequence."""
+    return roofline.seconds(step_of(candidate, demand))
 
 
-def shapes_of(candidates: list[Candidate], demand: Demand) -> list[Shape]:
-    """What the roofline must know to predict all of them."""
-    return [
-        part.shape
-        for candidate in candidates
-        for part in decode_parts(candidate, batch=demand.batch, keys=demand.kept(demand.context))
-    ]
+def step_of(candidate: Candidate, demand: Demand) -> DecodeStep:
+    """Each layer finds the processor's cache full of the others' data."""
+    keys = demand.kept(demand.context)
+    return decode_step(candidate, batch=demand.batch, keys=keys, layers=demand.model.layers)

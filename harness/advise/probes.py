@@ -1,83 +1,89 @@
 """The calls that a machine is measured with: the products that a decode step is made of, at sizes that take no time."""
 
-import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from harness.advise.figure import Figure, figure
-from harness.advise.work import Shape
+from harness.advise.work import Part
 from harness.kernels.front import attention
-from harness.timing import interleave
 from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
 
 KERNEL = "grouped"  # reads keys and values once, where they lie
-PIECE_BYTES = 16 * 2**20  # a call's data at most; larger amounts are several of it in turn
-MANY = 256  # calls in turn at most
-COLUMNS = 1024  # of a weight matrix
-LEAST_KEYS, MOST_KEYS = 16, 2**16  # of a head: few rows, or many, would make other products of it
-BUDGET_S, BLOCKS, MAX_BLOCKS = 0.06, 7, 40
+PIECE_BYTES = 32 * 2**20  # a call's data at most; larger parts take as much longer
+LEAST_BYTES = 2**20
+FEW_ROWS = 16  # more take time in proportion, and the less data then
+COLUMNS = 1024  # of the matrix that is read between calls
+LEAST_KEYS = 16  # of a head: fewer would make another product of it
+SMALLEST: dict[str, Any] = dict.fromkeys(("batch", "heads", "rows", "width", "value", "keys"), 1)
+BUDGET_S, LEAST, MOST = 0.1, 7, 60  # for each probe: seconds, and samples
 
 Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 Layer = GroupedQueryAttention | MultiHeadLatentAttention
 
 
-def reading(size: int) -> Figure:
-    """Seconds per byte of a product with one row, which does as good as nothing but read its matrix."""
-    matrix, row = torch.ones(size // 4 // COLUMNS, COLUMNS), torch.ones(1, COLUMNS)
-    return _timed(lambda: F.linear(row, matrix)).times(1 / size)
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Seconds of `call` right after `before`, less those of `empty`, times `scale`."""
+
+    before: Call
+    call: Call
+    empty: Call | None = None
+    scale: float = 1.0
 
 
-def pace(shape: Shape, dtype: str, size: int) -> Figure:
-    """Seconds per byte of this shape without the overhead of the call, over `size` bytes again and again."""
-    make, kind = MAKERS[shape.kind], getattr(torch, dtype)
-    made = [make(shape, kind, min(size, PIECE_BYTES))]
-    # A shape may have less data than that: as many as it takes.
-    made += [make(shape, kind, min(size, PIECE_BYTES)) for _ in range(min(MANY, size // made[0][1]) - 1)]
-    empty, _ = make(shape, kind, 0)
-    turns = itertools.cycle([call for call, _ in made])
-    samples = interleave(
-        {"call": lambda: next(turns)(), "empty": empty}, budget_s=BUDGET_S, min_blocks=BLOCKS, max_blocks=MAX_BLOCKS,
-        seed=0,
-    )  # fmt: skip
+def take(probes: Mapping[Name, Probe]) -> dict[Name, Figure]:
+    """One sample of each in turn, again and again: a machine's speed drifts within seconds, and so for all alike."""
+    calls: dict[Name, list[float]] = {name: [] for name in probes}
+    empties: dict[Name, list[float]] = {name: [] for name in probes}
+    deadline = time.perf_counter() + len(probes) * BUDGET_S
+    for turn in range(MOST + 1):
+        if turn > LEAST and time.perf_counter() >= deadline:
+            break
+        for name, probe in probes.items():
+            probe.before()
+            calls[name].append(_seconds(probe.call))
+            empties[name].append(_seconds(probe.empty) if probe.empty else 0.0)
+    # The first turn warms up.
+    return {name: _figure(calls[name][1:], empties[name][1:]).times(probe.scale) for name, probe in probes.items()}
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _figure(calls: list[float], empties: list[float]) -> Figure:
     # Noise could make nothing seem to last as long as something: a tenth is left in any case.
-    overhead = min(figure(samples["empty"]).value, 0.9 * min(samples["call"]))
-    return figure([one - overhead for one in samples["call"]]).times(1 / made[0][1])
+    overhead = min(figure(empties).value, 0.9 * min(calls))
+    return figure([one - overhead for one in calls])
 
 
-def _linear(shape: Shape, dtype: torch.dtype, size: int) -> tuple[Call, int]:
-    rows = torch.ones(shape.rows, COLUMNS, dtype=dtype)
-    matrix = torch.ones(max(1, size // dtype.itemsize // COLUMNS), COLUMNS, dtype=dtype)
-    return lambda: F.linear(rows, matrix), matrix.nbytes
+def reading(size: int) -> Probe:
+    """Seconds per byte of a product with one row, which does as good as nothing but read its matrix."""
+    read = _reader(size)
+    return Probe(read, read, scale=1 / size)
 
 
-def _per_head(shape: Shape, dtype: torch.dtype, size: int) -> tuple[Call, int]:
-    heads = max(1, min(shape.heads, size // (shape.width * shape.value * dtype.itemsize)))
-    width, value = (shape.width, shape.value) if size else (1, 1)
-    rows = torch.ones(shape.rows, heads, 1, width, dtype=dtype)
-    matrices = torch.ones(heads, width, value, dtype=dtype)
-    return lambda: torch.einsum("bhln,hnr->bhlr", rows, matrices), matrices.nbytes
+def probe_of(part: Part, span: int) -> Probe:
+    """Where as much else was read before as makes `span` bytes together."""
+    if part.kind == "overhead":
+        return Probe(_reader(span), _idle_step(part.dtype, latent=part.latent))
+    piece = cut(part)
+    others, nothing = _reader(span - piece.bytes), call_of(replace(piece, **SMALLEST))
+    # Code that has left the processor's cache counts in the overhead of a step, so here it is fetched before.
+    return Probe(lambda: (others(), nothing()), call_of(piece), nothing, part.bytes / piece.bytes)
 
 
-def _attention(shape: Shape, dtype: torch.dtype, size: int) -> tuple[Call, int]:
-    channels = shape.width if shape.latent else shape.width + shape.value
-    heads = max(1, min(shape.heads, PIECE_BYTES // (LEAST_KEYS * channels * dtype.itemsize)))
-    keys = max(1, min(MOST_KEYS, size // (heads * channels * dtype.itemsize)))
-    # The heads of all sequences stand in one: a product does not care whose they are.
-    q = torch.ones(1, heads * shape.rows, 1, shape.width, dtype=dtype)
-    k = torch.ones(1, heads, keys, shape.width, dtype=dtype)
-    v = k[..., : shape.value] if shape.latent else torch.ones(1, heads, keys, shape.value, dtype=dtype)
-    return lambda: attention(q, k, v, kernel=KERNEL), heads * keys * channels * dtype.itemsize
-
-
-MAKERS = {"linear": _linear, "per_head": _per_head, "attention": _attention}
-
-
-def overhead(dtype: str, *, latent: bool) -> Figure:
-    """Seconds of a decode step that has next to nothing to do."""
+def _idle_step(dtype: str, *, latent: bool) -> Call:
     kind = getattr(torch, dtype)
     layer: Layer = GroupedQueryAttention(8, 2, 1, kernel=KERNEL, dtype=kind)
     if latent:
@@ -85,8 +91,52 @@ def overhead(dtype: str, *, latent: bool) -> Figure:
             8, 2, kv_lora_rank=4, nope_head_dim=4, rope_head_dim=2, v_head_dim=4, mode="absorbed", kernel=KERNEL,
             dtype=kind,
         )  # fmt: skip
-    # In every prediction: it gets more time than the others.
-    return _timed(decode_step(layer, batch=1, keys=2), patience=4)
+    return decode_step(layer, batch=1, keys=2)
+
+
+def cut(part: Part) -> Part:
+    """The same with less data, if it has more than a probe has time for."""
+    rows = part.batch if part.kind != "attention" else part.rows
+    room = max(LEAST_BYTES, PIECE_BYTES * FEW_ROWS // max(rows, FEW_ROWS))
+    if part.kind == "linear":
+        return _shrunk(part, "value", room)
+    if part.kind != "attention":
+        return _shrunk(part, "heads", room)
+    return _shrunk(_shrunk(_shrunk(part, "keys", room, least=LEAST_KEYS), "batch", room), "heads", room)
+
+
+def _shrunk(part: Part, axis: str, room: int, *, least: int = 1) -> Part:
+    count: int = getattr(part, axis)
+    fitting = room * count // part.bytes
+    fewer: dict[str, Any] = {axis: min(count, max(least, fitting))}
+    return part if fitting >= count else replace(part, **fewer)
+
+
+def call_of(part: Part) -> Call:
+    """The product as a layer calls it, on data of its own."""
+    B, H, N, V = part.batch, part.heads, part.width, part.value
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=getattr(torch, part.dtype))
+
+    if part.kind == "linear":
+        tokens, weight = ones(B, 1, N), ones(V, N)
+        return lambda: F.linear(tokens, weight)
+    if part.kind == "attention":
+        q, k = ones(B, H * part.rows, 1, N), ones(B, H, part.keys, N)
+        v = k[..., :V] if part.latent else ones(B, H, part.keys, V)
+        return lambda: attention(q, k, v, kernel=KERNEL)
+    heads = ones(B, H, 1, N)
+    if part.kind == "to_latent":
+        up = ones(H, N, V)
+        return lambda: torch.einsum("bhln,hnr->bhlr", heads, up)
+    down = ones(H, V, N)
+    return lambda: torch.einsum("bhlr,hvr->bhlv", heads, down)
+
+
+def _reader(size: int) -> Call:
+    matrix, row = torch.ones(max(1, size // 4 // COLUMNS), COLUMNS), torch.ones(1, COLUMNS)
+    return lambda: F.linear(row, matrix)
 
 
 def decode_step(layer: Layer, *, batch: int, keys: int) -> Callable[[], Tensor]:
@@ -106,9 +156,3 @@ def decode_step(layer: Layer, *, batch: int, keys: int) -> Callable[[], Tensor]:
         return out
 
     return step
-
-
-def _timed(call: Call, *, patience: int = 1) -> Figure:
-    budget, most = patience * BUDGET_S, patience * MAX_BLOCKS
-    samples = interleave({"call": call}, budget_s=budget, min_blocks=BLOCKS, max_blocks=most, seed=0)
-    return figure(samples["call"])

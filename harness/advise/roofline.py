@@ -1,88 +1,51 @@
-"""What this machine does, measured: how fast it reads, the pace of each shape of product, what a call costs.
+"""What this machine does, measured: how fast it reads, how long each part of a step takes, what a step costs besides.
 
 A decode step multiplies a few rows by much data, and the peak of a square matrix product says nothing about that. So
-each shape is measured twice: on data that is in the processor's cache, where arithmetic is the limit, and on data that
-comes from memory, where reading may be. How much of a working set comes from memory is read off plain reading speeds.
+the very products are measured, and each as the step finds it: after as much other data has been read as the step reads
+between two uses of the same byte. How much of its own the processor's cache still holds then is up to the processor.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.advise.disturbance import Disturbance, watch
-from harness.advise.figure import Figure, between
-from harness.advise.work import Part, Shape
+from harness.advise.figure import Figure
+from harness.advise.work import DecodeStep, Part
 
 MIB = 2**20
-CACHED, BEYOND = 4 * MIB, 96 * MIB
-READ_SIZES = (CACHED, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, BEYOND)
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Seconds per byte of a shape."""
-
-    cached: Figure
-    beyond: Figure
+CACHED, BEYOND = 4 * MIB, 96 * MIB  # below and above these the size of a working set makes no difference
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """`overhead` is that of a whole step with next to nothing to do, for latent layers (True) and the others."""
-
-    reading: dict[int, Figure]  # seconds per byte, by the size of what is read over and over
-    paces: dict[Shape, Pace]
-    overhead: dict[bool, Figure]
+    reading: dict[int, Figure]  # seconds per byte, of CACHED and of BEYOND bytes read over and over
+    parts: dict[tuple[Part, int], Figure]  # seconds within a working set, without what a call costs in itself
     threads: int
     disturbance: Disturbance | None = None  # None: not watched
 
-    def seconds(self, parts: Sequence[Part], *, working_set: int) -> Figure:
-        """`working_set`: all bytes that are read between two uses of the same one."""
-        share = self.from_memory(working_set)
-        total = self.overhead[any(part.shape.latent for part in parts)]
-        for part in parts:
-            pace = self.paces[part.shape]
-            total += between(pace.cached, pace.beyond, share).times(part.bytes)
-        return total
-
-    def from_memory(self, working_set: int) -> float:
-        """The share that the cache cannot hold: 0 as fast as a small set is read, 1 as slow as a large one."""
-        near, far = self.reading[CACHED].value, self.reading[BEYOND].value
-        if not far > near:  # a cache that holds it all, or noise: then size alone decides
-            return float(working_set >= BEYOND)
-        return min(1.0, max(0.0, (self._per_byte(working_set) - near) / (far - near)))
-
-    def _per_byte(self, size: int) -> float:
-        """Between measured sizes by interpolation in log size; outside them the nearest."""
-        known = sorted(self.reading)
-        below = max((one for one in known if one <= size), default=known[0])
-        above = min((one for one in known if one >= size), default=known[-1])
-        if below == above:
-            return self.reading[below].value
-        share = math.log(size / below) / math.log(above / below)
-        return between(self.reading[below], self.reading[above], share).value
-
-    @property
-    def bytes_per_s(self) -> float:
-        """From memory, by the plainest of products."""
-        return 1 / self.reading[BEYOND].value
+    def seconds(self, step: DecodeStep) -> Figure:
+        first, *others = (self.parts[part, span_of(step)] for part in step.parts)
+        return sum(others, first)
 
 
-def measure(shapes: Sequence[Shape], dtype: str, *, told: Callable[[str], None] = lambda _: None) -> Roofline:
-    """A few seconds; `told` hears what is being measured."""
+def span_of(step: DecodeStep) -> int:
+    return min(BEYOND, max(CACHED, step.working_set))
+
+
+def measure(steps: Sequence[DecodeStep], *, told: Callable[[str], None] = lambda _: None) -> Roofline:
+    """What it takes to predict these. A few seconds; `told` hears what is being measured."""
     import torch
 
-    from harness.advise import probes
+    from harness.advise.probes import probe_of, reading, take
 
-    reading, paces = {}, {}
+    parts: dict[tuple[Part, int], Figure] = {}
     finish = watch()
     with torch.inference_mode():
-        for size in READ_SIZES:
-            told(f"measuring this machine: reading {size // MIB} MiB")
-            reading[size] = probes.reading(size)
-        told("measuring this machine: overhead of a call")
-        overhead = {latent: probes.overhead(dtype, latent=latent) for latent in (False, True)}
-        for shape in dict.fromkeys(shapes):
-            told(f"measuring this machine: {shape.kind} with {shape.rows} rows")
-            paces[shape] = Pace(probes.pace(shape, dtype, CACHED), probes.pace(shape, dtype, BEYOND))
-    return Roofline(reading, paces, overhead, torch.get_num_threads(), finish())
+        told("measuring this machine: reading")
+        read = take({size: reading(size) for size in (CACHED, BEYOND)})
+        for number, step in enumerate(steps, start=1):
+            told(f"measuring this machine: step {number} of {len(steps)}")
+            span = span_of(step)
+            # Variants share parts where their working sets are alike: beyond the cache all are.
+            parts |= take({(part, span): probe_of(part, span) for part in step.parts if (part, span) not in parts})
+    return Roofline(read, parts, torch.get_num_threads(), finish())

@@ -1,61 +1,89 @@
-"""What a decode step of one layer does, as parts that each read something once. No torch, no machine."""
+"""What a decode step of one layer does, as products that each read something once. No torch, no machine."""
 
 from dataclasses import dataclass, replace
 
 from harness.advise.candidates import Candidate
-from harness.case import Case
-from harness.specs.grouped import grouped_kv_elements, grouped_params
-from harness.specs.latent import latent_params
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What sets the pace of a product, its size left out: few rows times much data.
-
-    linear     `rows` tokens times a weight matrix
-    per_head   the same with `heads` small matrices (`width`, `value`): into latent space and back
-    attention  `rows` queries for each of `heads` key/value heads, keys of `width` and values of `value` channels
-    """
-
-    kind: str
-    rows: int
-    heads: int = 1
-    width: int = 0
-    value: int = 0
-    latent: bool = False  # values are the first channels of the keys
+from harness.case import ITEM_BYTES, Case
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    shape: Shape
-    bytes: int  # held: what is read, each byte counted once
+    """A few rows times much data, or the code around it.
+
+    overhead    a whole step that has next to nothing to do
+    linear      `batch` tokens times a weight matrix, from `width` to `value` channels
+    to_latent   the same with a small matrix for each of `heads`
+    from_latent and back
+    attention   `rows` queries for each of `heads` key/value heads of each sequence, over `keys` cached tokens, keys of
+                `width` and values of `value` channels
+    """
+
+    kind: str
+    batch: int
+    width: int
+    value: int
+    dtype: str
+    heads: int = 1
+    rows: int = 1
+    keys: int = 0
+    latent: bool = False  # values are the first channels of the keys
+
+    @property
+    def bytes(self) -> int:
+        """Held: what is read, each byte counted once."""
+        return self.elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def elements(self) -> int:
+        if self.kind == "overhead":
+            return 0
+        if self.kind != "attention":
+            return self.heads * self.width * self.value
+        return self.batch * self.heads * self.keys * (self.width + (0 if self.latent else self.value))
 
 
-def decode_parts(candidate: Candidate, *, batch: int, keys: int) -> tuple[Part, ...]:
-    """`batch` sequences, one new token each, over `keys` cached tokens."""
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """`working_set`: all bytes that are read between two uses of the same one."""
+
+    parts: tuple[Part, ...]
+    working_set: int
+
+
+def decode_step(candidate: Candidate, *, batch: int, keys: int, layers: int = 1) -> DecodeStep:
+    """`batch` sequences, one new token each, over `keys` cached tokens; each of the layers has data of its own."""
     case = replace(candidate.case, batch=batch, seq_len=keys)
-    return _latent(case) if case.kv_lora_rank is not None else _grouped(case)
+    parts = _latent(case) if case.kv_lora_rank is not None else _grouped(case)
+    overhead = Part("overhead", 1, 1, 1, case.dtype, latent=case.kv_lora_rank is not None)
+    return DecodeStep((overhead, *parts), layers * sum(part.bytes for part in parts))
 
 
 def _grouped(case: Case) -> tuple[Part, ...]:
-    B, H, D = case.batch, case.heads, case.head_dim
-    assert case.kv_heads is not None
-    weights = grouped_params(case.embed_dim, H, case.kv_heads, D, bias=False)
-    cached = B * case.kv_len * grouped_kv_elements(case.kv_heads, D)
-    return (
-        Part(Shape("linear", B), weights * case.item_bytes),
-        Part(Shape("attention", H // case.kv_heads, B * case.kv_heads, D, D), cached * case.item_bytes),
-    )
+    E, H, D = case.embed_dim, case.heads, case.head_dim
+    H_kv = case.kv_heads
+    assert H_kv is not None
+    cached = Part(
+        "attention", case.batch, D, D, case.dtype, heads=H_kv, rows=H // H_kv, keys=case.kv_len
+    )  # fmt: skip
+    to_keys = _linear(case, E, H_kv * D)
+    return (_linear(case, E, H * D), to_keys, to_keys, cached, _linear(case, H * D, E))
 
 
 def _latent(case: Case) -> tuple[Part, ...]:
-    B, H, N = case.batch, case.heads, case.head_dim
-    assert case.kv_lora_rank is not None and case.rope_head_dim is not None and case.v_head_dim is not None
-    r, R, V = case.kv_lora_rank, case.rope_head_dim, case.v_head_dim
-    absorbed = r * H * (N + V)
-    weights = latent_params(case.embed_dim, H, N, R, V, r, case.q_lora_rank) - absorbed
+    B, E, H, N = case.batch, case.embed_dim, case.heads, case.head_dim
+    r, R, V, rank = case.kv_lora_rank, case.rope_head_dim, case.v_head_dim, case.q_lora_rank
+    assert r is not None and R is not None and V is not None
+    queries = H * (N + R)
+    to_queries = [(E, queries)] if rank is None else [(E, rank), (rank, queries)]
     return (
-        Part(Shape("linear", B), weights * case.item_bytes),
-        Part(Shape("per_head", B, H, N, r), absorbed * case.item_bytes),
-        Part(Shape("attention", H, B, r + R, r, latent=True), B * case.kv_len * (r + R) * case.item_bytes),
+        *(_linear(case, width, value) for width, value in to_queries),
+        _linear(case, E, r + R),
+        Part("to_latent", B, N, r, case.dtype, heads=H),
+        Part("attention", B, r + R, r, case.dtype, rows=H, keys=case.kv_len, latent=True),
+        Part("from_latent", B, r, V, case.dtype, heads=H),
+        _linear(case, H * V, E),
     )
+
+
+def _linear(case: Case, width: int, value: int) -> Part:
+    return Part("linear", case.batch, width, value, case.dtype)

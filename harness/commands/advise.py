@@ -127,15 +127,15 @@ def _measured(demand: "Demand", *, quiet: bool) -> "Roofline":
     from rich.console import Console
 
     from harness.advise.candidates import candidates
-    from harness.advise.predict import shapes_of
+    from harness.advise.predict import step_of
     from harness.advise.roofline import measure
 
     for name, rows in (("--batch", demand.batch), ("--heads", demand.model.heads)):
         if rows > MOST_ROWS:
             raise BadInput(f"{name} = {rows}: decode times are predicted up to {MOST_ROWS}; add --no-measure")
-    shapes = shapes_of(candidates(demand.model, demand.dtype), demand)
+    steps = [step_of(candidate, demand) for candidate in candidates(demand.model, demand.dtype)]
     with Console(stderr=True, quiet=quiet).status("measuring this machine") as status:
-        return measure(shapes, demand.dtype, told=status.update)
+        return measure(steps, told=status.update)
 
 
 def whole(text: str) -> int:
