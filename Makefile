@@ -74,10 +74,10 @@ history: $(STAMP) ## Keep the latest run as a night of results/history
 	@$(BIN)/harness trend --add results/latest $(ARGS)
 
 trend: $(STAMP) ## At which nights, and commits, did a cell change for good?
-	@$(BIN)/harness trend $(ARGS)
+	@$(BIN)/harness trend $(if $(wildcard results/latest/.),--out results/latest/trend.md) $(ARGS)
 
-ci-summary: ## Post the latest run's gate.md and summary.md to the CI job's page, or print them
-	@found=; for each in gate.md summary.md; do \
+ci-summary: ## Post the latest run's gate.md, trend.md and summary.md to the CI job's page, or print them
+	@found=; for each in gate.md trend.md summary.md; do \
 		if [ -e "results/latest/$$each" ]; then \
 			found=1; cat "results/latest/$$each" >> "$${GITHUB_STEP_SUMMARY:-/dev/stdout}"; fi; done; \
 	[ -n "$$found" ] || echo 'There is no run in results/latest.'

@@ -577,7 +577,7 @@ def test_a_run_that_got_worse_fails_the_gate(cli: Command):
     assert cli("run", "c.yaml").code == 1
     result = cli("gate")
     assert result.code == 1
-    assert "status ok -> mismatch" in result.out
+    assert "status: ok -> mismatch" in result.out
 
 
 # Processes of their own

@@ -78,7 +78,9 @@ def test_big_counts_are_compared_exactly() -> None:
     [
         ("ok", "degraded", True), ("ok", "mismatch", True), ("ok", "unsupported", True), ("degraded", "oom", True),
         ("degraded", "unsupported", True), ("unsupported", "error", True), ("degraded", "ok", False),
-        ("mismatch", "ok", False), ("mismatch", "error", False),
+        ("mismatch", "ok", False), ("mismatch", "error", True), ("mismatch", "timeout", True),
+        ("mismatch", "oom", True), ("unsupported", "mismatch", True), ("timeout", "mismatch", False),
+        ("error", "oom", False),
     ],
 )  # fmt: skip
 def test_status(before: str, after: str, fails: bool) -> None:
@@ -86,7 +88,7 @@ def test_status(before: str, after: str, fails: bool) -> None:
     assert found is not None
     assert found.kind == "status"
     assert found.fails is fails
-    assert found.message == f"status {before} -> {after}"
+    assert found.message == f"{before} -> {after}"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_peak_memory(before: int, after: int, fails: bool | None) -> None:
     assert (None if found is None else found.fails) is fails
     if fails:
         assert found is not None
-        assert found.message == f"peak_bytes {before} -> {after} (+1 bytes)"
+        assert found.message == f"{before} -> {after} (1 byte more)"
 
 
 def test_a_peak_that_vanishes_fails_where_the_cell_was_timed() -> None:
@@ -191,6 +193,27 @@ def test_an_empty_run_fails() -> None:
         (found,) = compare(baseline, [])
         assert found.kind == "empty_run"
         assert found.fails
+
+
+def test_an_empty_baseline_fails() -> None:
+    (found,) = compare([], [record("a"), record("b")])
+    assert (found.case_id, found.kind, found.fails) == ("", "empty_baseline", True)
+    assert "accept a run" in found.message
+
+
+def test_no_message_repeats_its_kind_or_says_1_cells() -> None:
+    worse: dict[str, Any] = {name: value + 1 for name, value in NUMBERS.items()}
+    worse |= {"status": "mismatch", "err_ratio": 9.0, PEAK: 1001}
+    findings = [
+        *compare([record(peak_bytes=1000)], [record(**worse, latency_ms=1.0)]),
+        *compare([record(peak_bytes=1000)], [record(err_ratio=math.nan, peak_bytes=None, latency_ms=1.0)]),
+        *compare([record(peak_bytes=1000)], [record(peak_bytes=999)]),
+        *compare([record(peak_bytes=1000)], [record()]),
+        *compare([record()], [record(peak_bytes=1000, latency_ms=1.0)]),
+    ]
+    assert {one.kind for one in findings} == {"status", *EXACT, "err_ratio", PEAK}
+    assert [one for one in findings if one.message.startswith(one.kind)] == []
+    assert sum("not gated in 1 cell:" in one.message for one in findings) == 2
 
 
 def test_duplicates_fail() -> None:
@@ -244,7 +267,7 @@ def test_an_accepted_run_passes_its_own_gate(tmp_path: Path) -> None:
 def test_one_byte_more_fails_the_gate_on_disk(tmp_path: Path) -> None:
     accept(folder(tmp_path / "old", record()), tmp_path / "baseline")
     (found,) = gate(folder(tmp_path / "new", record(kv_cache_bytes=4097)), tmp_path / "baseline")
-    assert found == Finding("a", "kv_cache_bytes", "kv_cache_bytes 4096 -> 4097", True)
+    assert found == Finding("a", "kv_cache_bytes", "4096 -> 4097", True)
 
 
 def test_accepting_shows_what_changes(tmp_path: Path) -> None:
@@ -257,6 +280,38 @@ def test_accepting_shows_what_changes(tmp_path: Path) -> None:
         "+ d  ok",
     ]
     assert gate(new, tmp_path / "baseline") == ()
+
+
+def test_a_baseline_of_uncommitted_changes_is_warned_of(tmp_path: Path) -> None:
+    dirty = folder(tmp_path / "dirty", record(), environment=replace(HERE, dirty=True))
+    text = accept(dirty, tmp_path / "baseline")
+    assert text.startswith("baseline smoke: 1 cell at c0ffee (dirty): 1 new")
+    assert "\nwarning: accepted from c0ffee with changes that were not committed" in text
+    clean = folder(tmp_path / "clean", record())
+    (found,) = gate(clean, tmp_path / "baseline")
+    assert (found.case_id, found.kind, found.fails) == ("", "baseline", False)
+    assert "--base times something else" in found.message
+    assert "warning" not in accept(clean, tmp_path / "baseline")
+    assert gate(clean, tmp_path / "baseline") == ()
+
+
+def test_a_baseline_that_lost_its_rows_fails_and_can_be_accepted_again(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", record("a"), record("b"))
+    accept(run, tmp_path / "baseline")
+    csv = tmp_path / "baseline" / "smoke.csv"
+    csv.write_text(csv.read_text().splitlines(keepends=True)[0])
+    assert [(one.kind, one.fails) for one in gate(run, tmp_path / "baseline")] == [("empty_baseline", True)]
+    assert "2 new" in accept(run, tmp_path / "baseline")
+    assert gate(run, tmp_path / "baseline") == ()
+
+
+def test_an_incomplete_run_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = folder(tmp_path / "run", record("a"))
+    accept(run, tmp_path / "baseline")
+    cut = store.Stored(store.read(run).records, None, ("b",))
+    monkeypatch.setattr(store, "read", lambda folder: cut)
+    monkeypatch.setattr(store.Stored, "lack", "incomplete: 1 of 2 cells")
+    assert gate(run, tmp_path / "baseline") == (Finding("", "incomplete", "1 of 2 cells; missing: b", True),)
 
 
 def test_another_machine_or_config_is_told_and_is_no_failure(tmp_path: Path) -> None:

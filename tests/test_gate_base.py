@@ -1,5 +1,6 @@
 """The two versions: a worktree that comes and goes, processes that run the right code, and the command around them."""
 
+import json
 import os
 import shutil
 import signal
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from harness.case import Case
 from harness.cli import main
 from harness.gate import sampling
+from harness.gate.outcome import Outcome
 from harness.gate.process import Died, Process, Refused
+from harness.gate.terminal import SHOWN, print_timing
 from harness.gate.timing import TimingError, judge_times
 from harness.gate.verdicts import TimingSettings
 from harness.gate.versions import (
@@ -93,6 +97,46 @@ def test_it_goes_after_a_signal(repository: Path, number: signal.Signals) -> Non
         child.send_signal(number)
         assert child.wait(30) != 0
     assert not root.parent.exists()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_a_commit_under_way_is_left_alone(repository: Path, tmp_path: Path) -> None:
+    """In a hook git names the index of the commit in the environment, and in a linked worktree its folder too."""
+    linked = tmp_path / "linked"
+    git(repository, "worktree", "add", "-q", "-b", "side", str(linked))
+    for name in ("one", "two"):
+        (linked / name).write_text("text\n")
+    git(linked, "add", ".")
+    git(linked, "commit", "-q", "-m", "more files")
+    code = "from pathlib import Path; from harness.gate.versions import checked_out, working_tree\n"
+    code += f"with checked_out('main', Path({str(linked)!r})) as base: Path({str(tmp_path / 'seen')!r}).write_text("
+    code += f"base.commit + working_tree(Path({str(linked)!r})).name)"
+    script = tmp_path / "hook.py"
+    script.write_text(code)
+    hook = repository / ".git" / "hooks" / "pre-commit"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {script}\n")
+    hook.chmod(0o755)
+    (linked / "one").write_text("another\n")
+    git(linked, "commit", "-q", "-a", "-m", "one line")
+    assert git(repository, "rev-parse", "main") in (tmp_path / "seen").read_text()  # the hook has run
+    assert git(linked, "show", "--stat", "--format=", "HEAD").splitlines()[-1].strip().startswith("1 file changed")
+    assert git(linked, "status", "--porcelain") == ""
+
+
+def test_worktrees_of_the_user_whose_disk_is_away_stay(repository: Path, tmp_path: Path) -> None:
+    git(repository, "worktree", "add", "-q", "-b", "side", str(tmp_path / "disk"))
+    (tmp_path / "disk").rename(tmp_path / "away")
+    with checked_out("main", repository):
+        pass
+    assert len(git(repository, "worktree", "list").splitlines()) == 2
+    (tmp_path / "away").rename(tmp_path / "disk")
+    assert git(tmp_path / "disk", "status", "--porcelain") == ""
+
+
+def test_a_half_made_worktree_goes_too(repository: Path) -> None:
+    with checked_out("main", repository) as base:
+        (base.root / ".git").unlink()
     assert len(git(repository, "worktree", "list").splitlines()) == 1
 
 
@@ -281,6 +325,7 @@ def timing_only(tmp_path: Path, *more: str) -> int:
         (("pass", "improvement"), (), 0),
         (("pass", "regression"), (), 1),
         (("pass", "inconclusive"), (), 0),
+        (("inconclusive", "regression"), (), 1),
         (("pass", "inconclusive"), ("--strict",), 1),
     ],
 )
@@ -306,6 +351,112 @@ def test_cells_are_chosen_by_name_and_kernel(tmp_path: Path, monkeypatch: pytest
     assert timing_only(tmp_path, "--cells", "mqa-*", "--kernel", "sdpa", "--kernel", "tiled", "--quiet") == 0
     assert [(case.variant, case.kernel) for case in asked["cases"]] == [("mqa", "sdpa"), ("mqa", "tiled")]
     assert timing_only(tmp_path, "--cells", "nothing-*") == 2
+
+
+def test_a_night_that_decides_nothing_is_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(monkeypatch, "inconclusive", "inconclusive")
+    assert timing_only(tmp_path) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("timing: INCONCLUSIVE") and "2 of 2 NOT SHOWN" in last
+    run, baseline = folder(tmp_path / "run", record()), tmp_path / "baseline"
+    assert main(["gate", str(run), "--baseline", str(baseline), "--accept", "--quiet"]) == 0
+    fake(monkeypatch, "inconclusive")
+    assert main(["gate", str(run), "--baseline", str(baseline), "--base-dir", str(ROOT), "--quiet"]) == 1
+    assert (run / "gate.md").read_text().splitlines()[0].endswith(": INCONCLUSIVE")
+    told = json.loads((run / "gate.json").read_text())
+    assert told["verdict"] == "INCONCLUSIVE" and told["passed"] is False
+
+
+@pytest.mark.parametrize("kernel", ["nosuch", "/no/such.py:f", "sparse?nosuch=1", "tests/test_gate_base.py:not a name"])
+def test_a_kernel_that_nobody_has_is_bad_input(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    asked = fake(monkeypatch, "pass", "pass")
+    assert timing_only(tmp_path, "--kernel", kernel) == 2
+    assert f"--kernel {kernel}: " in capsys.readouterr().err and not asked
+
+
+def test_the_files_tell_the_settings_and_what_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = record(case_id="b", variant="mqa", kv_heads=1)
+    records = [record(), slow, record(case_id="c", seq_len=9, status="mismatch")]
+    run, baseline = folder(tmp_path / "run", *records), tmp_path / "baseline"
+    words = ["gate", str(run), "--baseline", str(baseline)]
+    assert main([*words, "--accept", "--quiet"]) == 0
+    asked = fake(monkeypatch, "pass")
+    more = ["--base-dir", str(ROOT), "--cells", "mqa-*", "--seconds", "7", "--must-see", "6"]
+    main([*words, *more])
+    told, page = json.loads((run / "gate.json").read_text()), (run / "gate.md").read_text()
+    settings = told["settings"]
+    assert (settings["seconds"], settings["must_see"], settings["min_effect"], settings["level"]) == (
+        7,
+        0.06,
+        0.02,
+        0.01,
+    )
+    assert settings["seed"] == asked["settings"].seed is not None
+    assert str(settings["seed"]) in page and "must-see 6.0%" in page
+    output = capsys.readouterr().out
+    for place in (page.replace("\\", ""), output, " ".join(told["left_out"])):
+        assert "1 cell not like --cells mqa-*: not timed" in place
+        assert "1 cell failed or unsupported in the run: not timed" in place
+    fake(monkeypatch, "pass")
+    main([*words, *more, "--quiet", "--seed", "5"])
+    assert json.loads((run / "gate.json").read_text())["settings"]["seed"] == 5
+
+
+def test_a_cells_name_is_whole_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # narrower than these short names, as 80 is than long ones
+    asked = fake(monkeypatch, "regression", "inconclusive")
+    assert timing_only(tmp_path) == 1
+    lines = capsys.readouterr().out.splitlines()
+    first, second = (case.case_id for case in asked["cases"])
+    assert f"regression {first}" in lines and f"inconclusive {second}" in lines
+
+
+def test_a_run_is_not_ignored_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(monkeypatch, "pass", "pass")
+    assert timing_only(tmp_path, str(tmp_path)) == 2
+    assert f"leave out {tmp_path}" in capsys.readouterr().err
+
+
+def test_what_is_not_written_is_not_pointed_to(capsys: pytest.CaptureFixture[str]) -> None:
+    many = tuple(verdict(f"cell-{at}", "inconclusive") for at in range(SHOWN + 3))
+    outcome = Outcome("\udcff", (), (), many, base="\udcff\x1b[31m", head="b")
+    print_timing(outcome, Console(width=80), written=False)
+    output = capsys.readouterr().out
+    assert "gate.md" not in output and f"cell-{SHOWN + 2}" in output and "\x1b" not in output
+    output.encode()  # a lone surrogate cannot be
+    print_timing(outcome, Console(width=80), written=True)
+    assert "+3 more of inconclusive: see gate.md" in capsys.readouterr().out
+
+
+def test_a_gate_that_is_interrupted_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("harness.gate.timing.judge_times", stop)
+    assert timing_only(tmp_path) == 130
+    error = capsys.readouterr().err
+    assert "not finished" in error and "records.jsonl" not in error
+
+
+@pytest.mark.parametrize("option", ["--min-effect", "--must-see", "--seconds"])
+def test_what_is_no_number_is_told_in_words(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["gate", "--base", "HEAD", option, "abc"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"argument {option}: 'abc' is no number" in error
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import store
+from harness.cli import main
+from harness.gate.baseline import accept
 from harness.gate.finding import Finding
 from harness.gate.junit import WHOLE_RUN, junit_xml
 from harness.gate.markdown import SHOWN, gate_markdown
@@ -20,7 +22,7 @@ from harness.gate.outputs import gate_json, write_outputs
 from harness.gate.verdicts import TimingVerdict
 from tests.test_gate import folder, record
 
-GREW = Finding("a", "kv_cache_bytes", "kv_cache_bytes 4096 -> 4097", True)
+GREW = Finding("a", "kv_cache_bytes", "4096 -> 4097", True)
 NOTED = Finding("", "environment", "torch 2.13 -> 2.14", False)
 
 
@@ -48,11 +50,18 @@ def outcome(*findings: Finding, timing: tuple[TimingVerdict, ...] = (), **values
     ],
 )  # fmt: skip
 def test_which_timing_verdicts_pass(word: str, strict: bool, passed: bool) -> None:
-    one = outcome(timing=(verdict(word=word),), strict=strict)
+    one = outcome(timing=(verdict(word=word), verdict("b")), strict=strict)  # one is decided in any case
     assert one.passed is passed
     assert json.loads(gate_json(one))["passed"] is passed
     assert (junit(one).get("failures") == "0") is passed
     assert f": {'PASS' if passed else 'FAIL'}\n" in gate_markdown(one)
+
+
+def test_a_night_that_decided_nothing_is_no_pass() -> None:
+    one = outcome(timing=(verdict(word="inconclusive"),))
+    assert not one.passed
+    assert json.loads(gate_json(one))["passed"] is False
+    assert gate_markdown(one).startswith("# Gate smoke: INCONCLUSIVE\n")
 
 
 def test_a_failing_finding_fails_and_a_note_does_not() -> None:
@@ -104,7 +113,7 @@ def test_every_cell_is_a_test_case_and_the_run_is_one() -> None:
     assert list(exact) == [WHOLE_RUN, "a", "b", "gone"]
     failure = exact["a"].find("failure")
     assert failure is not None
-    assert failure.get("message") == "kv_cache_bytes: kv_cache_bytes 4096 -> 4097"
+    assert failure.get("message") == "kv_cache_bytes: 4096 -> 4097"
     assert failure.get("type") == "kv_cache_bytes"
     assert len(exact["b"]) == 0
     assert exact["gone"].find("failure") is not None
@@ -113,11 +122,8 @@ def test_every_cell_is_a_test_case_and_the_run_is_one() -> None:
 
 
 def test_all_that_is_wrong_with_a_cell_is_one_failure() -> None:
-    exact = cases(junit(outcome(GREW, Finding("a", "status", "status ok -> mismatch", True))), "exact")
-    assert (
-        exact["a"].findall("failure")[0].text
-        == "kv_cache_bytes: kv_cache_bytes 4096 -> 4097\nstatus: status ok -> mismatch"
-    )
+    exact = cases(junit(outcome(GREW, Finding("a", "status", "ok -> mismatch", True))), "exact")
+    assert exact["a"].findall("failure")[0].text == "kv_cache_bytes: 4096 -> 4097\nstatus: ok -> mismatch"
 
 
 def test_timing_is_a_suite_of_its_own_and_inconclusive_is_skipped_with_its_reason() -> None:
@@ -188,7 +194,7 @@ def test_the_summary_has_the_failures_first_and_never_hides_an_inconclusive_cell
 
 
 def test_a_long_summary_is_cut_and_says_so() -> None:
-    findings = [Finding(f"cell{number}", "status", "status ok -> mismatch", True) for number in range(2000)]
+    findings = [Finding(f"cell{number}", "status", "ok -> mismatch", True) for number in range(2000)]
     timing = [verdict(f"cell{number}", "regression") for number in range(2000)]
     text = gate_markdown(outcome(*findings, timing=tuple(timing)))
     assert len(text.encode()) < 2**20  # what GitHub allows a step
@@ -218,3 +224,14 @@ def test_a_folder_without_a_run_holds_timing_alone(tmp_path: Path) -> None:
     assert not (tmp_path / store.RECORDS).exists()
     assert one.passed
     assert [suite.get("name") for suite in ET.parse(tmp_path / "gate.xml").getroot()] == ["gate smoke timing"]
+
+
+def test_a_gate_that_cannot_judge_leaves_no_older_verdict(tmp_path: Path) -> None:
+    run, written = folder(tmp_path / "run", record("a")), ("gate.md", "gate.xml", "gate.json")
+    accept(run, tmp_path / "baseline")
+    command = ["gate", str(run), "--baseline", str(tmp_path / "baseline"), "--quiet"]
+    assert main(command) == 0
+    assert all((run / name).exists() for name in written)
+    (run / store.RECORDS).write_bytes(b"broken\n" + (run / store.RECORDS).read_bytes())
+    assert main(command) == 2
+    assert [name for name in written if (run / name).exists()] == []

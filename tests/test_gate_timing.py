@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -242,20 +243,38 @@ class Nobody(Crew):
         pass
 
 
-def night(monkeypatch: pytest.MonkeyPatch, effects: list[list[float]], *, noise: float = 0.01) -> list[TimingVerdict]:
-    """Judges cells whose first measurement has the first effect, and the second (in fresh processes) the other."""
+def night(
+    monkeypatch: pytest.MonkeyPatch,
+    effects: list[list[float]],
+    *,
+    noise: float = 0.01,
+    layout: float = 0.005,
+    round_s: float = 0.0,
+    fails: dict[int, CellFailed] | None = None,
+) -> list[TimingVerdict]:
+    """Judges cells whose first measurement has the first effect, and the second (in fresh processes) the other. With
+    `round_s` a made-up clock goes on by so much in each round. `fails` are the starts of a cell's sampler that do."""
     cases = [replace(CASE, seq_len=at + 1) for at in range(len(effects))]
     started: dict[str, int] = {}
+    now = [0.0]
+    if round_s:
+        clock = SimpleNamespace(perf_counter=lambda: now[0])
+        monkeypatch.setattr(sampling, "time", clock)
+        monkeypatch.setattr(timing, "time", clock)
 
     class Simulated(Sampler):
         def __init__(self, crew: Crew, case: Case, settings: TimingSettings, **how: object) -> None:
             self.effect = effects[case.seq_len - 1][min(started.setdefault(case.case_id, 0), 1)]
             started[case.case_id] += 1
+            self.start = started[case.case_id]
             self.chance = case.seq_len * 1000 + 500 * (started[case.case_id] - 1)
 
         def round(self) -> Round:
             self.chance += 1
-            one = times(self.effect, seed=self.chance, rounds=1, noise=noise, layout=0.005)[0]
+            now[0] += round_s
+            if fails and self.start in fails:
+                raise fails[self.start]
+            one = times(self.effect, seed=self.chance, rounds=1, noise=noise, layout=layout)[0]
             return Round(one, (1e-3,), 0, 0.01)
 
     monkeypatch.setattr(timing, "Crew", Nobody)
@@ -284,6 +303,61 @@ def test_a_noisy_night_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     found = night(monkeypatch, [[0.0, 0.0]] * 6, noise=0.4)
     assert {each.verdict for each in found} == {"inconclusive"}
     assert all(each.smallest is not None and each.smallest > 0.05 for each in found)
+
+
+def test_a_small_but_clear_slowdown_of_a_quiet_cell_is_a_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interval ends below 5 %: nothing that must be seen, and yet shown to be more than 2 %.
+    found = night(monkeypatch, [[0.04, 0.04]] * 4 + [[0.0, 0.0]] * 4, noise=0.003, layout=0.003)
+    assert [each.verdict for each in found] == ["regression"] * 4 + ["pass"] * 4
+    assert all(each.remeasured for each in found[:4]) and not any(each.remeasured for each in found[4:])
+
+
+def test_what_could_be_significant_is_not_clearly_unchanged() -> None:
+    near = replace(QUIET, change=math.log(1.03), error=0.0045, hi=math.log(1.04))
+    level = Level(night=0.01, cells=1, looks=1)
+    assert 0.01 < near.p_slower(0.02) < statistics.NEAR
+    assert not statistics.is_clearly_unchanged(near, TimingSettings(must_see=0.2), level)
+    assert not statistics.is_clearly_unchanged(replace(near, change=-near.change), TimingSettings(must_see=0.2), level)
+    assert statistics.is_clearly_unchanged(replace(near, change=0.0), TimingSettings(must_see=0.2), level)
+
+
+def test_a_doubled_cell_is_a_regression_on_a_busy_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A round takes 1.3 s: with overtime 6 s have five, of six that it takes.
+    (doubled,) = night(monkeypatch, [[1.0, 1.0]], round_s=1.3)
+    assert doubled.verdict == "regression" and doubled.remeasured, doubled
+    (same,) = night(monkeypatch, [[0.0, 0.0]], round_s=1.3)
+    assert same.verdict == "inconclusive" and "5 of the 6 rounds" in same.reason and "--seconds" in same.reason
+    assert same.change == pytest.approx(0.0, abs=0.02) and same.lo is None and same.p_value is None
+    assert same.seconds == pytest.approx(6.5)
+    (endless,) = night(monkeypatch, [[1.0, 1.0]], round_s=10.0)
+    assert endless.verdict == "inconclusive" and endless.change == pytest.approx(1.0, abs=0.1)
+    assert endless.seconds <= (1 + sampling.LONG_OVERTIME) * 3.0 + 10.0  # and the night ends
+
+
+def test_a_process_that_dies_when_measured_again_is_given_a_second_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = CellFailed("head", "killed by SIGKILL", died=True)
+    (once,) = night(monkeypatch, [[0.1, 0.1]], fails={2: killed})
+    assert once.verdict == "regression" and once.remeasured and "slower" in once.reason
+    (again,) = night(monkeypatch, [[0.1, 0.1]], fails={2: killed, 3: killed})
+    assert again.reason == "head died: killed by SIGKILL"
+
+
+def test_a_head_that_hangs_does_not_take_the_whole_night(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = CellFailed("head", "no answer within 120 s", died=True, hung=True)
+    found = night(monkeypatch, [[0.0, 0.0]] * 8, round_s=120.0, fails=dict.fromkeys(range(1, 9), hung))
+    assert sorted(each.verdict for each in found) == ["inconclusive"] * 5 + ["regression"] * 3
+    assert sum(each.seconds for each in found) == 3 * 120.0  # each once
+    assert all("3 cells hung before it" in each.reason for each in found if each.verdict == "inconclusive")
+
+
+def test_two_witnesses_count_as_two_where_they_agree() -> None:
+    calm = times(rounds=12, noise=0.001, layout=0.0)
+    alone = calm.copy()
+    alone[..., HEAD] *= np.exp(np.random.default_rng(0).normal(0, 0.05, (12, 1)))  # the head alone scatters
+    assert estimate(alone, seed=0).freedom == 11
+    both = [estimate(times(rounds=12, seed=seed), seed=seed).freedom for seed in range(40)]
+    assert min(both) >= 11 and max(both) <= 22 and np.median(both) >= 16
+    assert estimate(np.ones((8, 4, 3)), seed=0).freedom == 7
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -22,7 +23,7 @@ from harness.history.change_points import FEWEST, find_steps
 from harness.history.night import COLUMNS, HistoryError
 from harness.history.trend import trends
 from harness.record import Record
-from harness.report.trend import print_trends
+from harness.report.trend import print_trends, trends_markdown
 from harness.store import RunFolder
 from tests.test_gate import HERE, record
 
@@ -31,13 +32,12 @@ numbers = itertools.count()
 
 
 def night(root: Path, *records: Record, day: float = 0, environment: Environment = HERE, suite: str = "smoke") -> Path:
-    path = root / f"run{next(numbers)}"
+    """Its files are as new as this test: the night is that of the folder's name."""
+    path = root / f"run-{START + timedelta(days=day):%Y%m%dT%H%M%SZ}-{next(numbers)}"
     with RunFolder.create(path, suite) as run:
         run.append_all(records)
     store.write_config(path, f"name: {suite}\n")
     store.write_environment(path, environment)
-    stamp = (START + timedelta(days=day)).timestamp()
-    os.utime(path / store.RECORDS, (stamp, stamp))
     return path
 
 
@@ -93,6 +93,40 @@ def test_adding_never_touches_an_older_night_and_a_run_is_added_once(tmp_path: P
     assert files.add(runs[0], tmp_path / "history") == (next(iter(kept)), False)
     assert len(list((tmp_path / "history" / "smoke").iterdir())) == 3
     assert files.read("smoke", tmp_path / "history")["latency_ratio"].tolist() == [1.0, 2.0, 3.0]  # by time
+
+
+def test_a_copied_run_keeps_its_night(tmp_path: Path) -> None:
+    older, newer = (night(tmp_path, record("a", latency_ratio=1.0 + day), day=day) for day in (0, 1))
+    (tmp_path / "elsewhere").mkdir()
+    copied = Path(shutil.copytree(older, tmp_path / "elsewhere" / older.name, copy_function=shutil.copyfile))
+    (tmp_path / "latest").symlink_to(copied)
+    for run in (newer, tmp_path / "latest"):
+        files.add(run, tmp_path / "history")
+    frame = files.read("smoke", tmp_path / "history")
+    assert frame["latency_ratio"].tolist() == [1.0, 2.0]
+    assert frame["time"][0] == pd.Timestamp(START)
+
+
+@pytest.mark.parametrize("name", ["mine", "mine-20269999T999999Z"])
+def test_a_folder_without_a_time_in_its_name_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    run = night(tmp_path, record("a")).rename(tmp_path / name)
+    os.utime(run / store.RECORDS, (START.timestamp() + 60,) * 2)
+    path, _ = files.add(run, tmp_path / "history")
+    assert path.name.startswith("20260101T021800Z-")
+    assert "no time in the folder's name, so 2026-01-01 02:18:00 UTC counts" in caplog.text
+
+
+def test_two_suites_with_one_folder_name_are_not_mixed_up(tmp_path: Path) -> None:
+    files.add(night(tmp_path, record("a"), suite="a b"), tmp_path / "history")
+    assert len(files.read("a b", tmp_path / "history")) == len(files.read("a-b", tmp_path / "history")) == 1
+    with pytest.raises(HistoryError, match="a night of suite 'a b', not of 'a/b'"):
+        files.read("a/b", tmp_path / "history")
+    files.add(night(tmp_path, record("a", seconds=1.0), day=1, suite="a/b"), tmp_path / "history")
+    for name in ("a b", "a-b"):
+        with pytest.raises(HistoryError, match="a night of suite 'a/b', not of 'a b'"):
+            files.read(name, tmp_path / "history")
 
 
 def test_a_run_without_commit_or_environment(tmp_path: Path) -> None:
@@ -241,6 +275,24 @@ def test_many_quiet_cells_give_no_false_change_and_hide_no_true_one() -> None:
     assert [case_id for case_id, changes in found.items() if changes] == ["slow"]
 
 
+def test_a_lone_step_among_many_series_is_found() -> None:
+    """Equal nights cost no permutation, and count as series all the same."""
+    cells = {f"quiet{number}": [1.0] * 24 for number in range(600)}
+    found = trends(history(cells | {"slow": stepped(24, 14)}))
+    ((trend, change),) = ((trend, change) for trend in found for change in trend.changes)
+    assert (trend.case_id, change.good, change.bad) == ("slow", "c13", "c14")
+    assert change.p_value is not None
+    assert change.p_value <= 0.05 / 601
+
+
+def test_more_permutations_make_no_step_of_chance_surer() -> None:
+    """The p-value of a step that is near chance is the same with and without them: they are for the clearest alone."""
+    weak = np.log(stepped(16, 8, by=0.012, seed=2))
+    (usual,), (finer,) = find_steps(weak), find_steps(weak, finest=50_000)
+    assert usual == finer
+    assert usual.p_value > 1e-4
+
+
 def test_an_exact_metric_changes_at_every_night_that_differs() -> None:
     bytes_ = [100, 100, 100, 101, 101, 100]
     ((trend),) = trends(history({"a": stepped(6, 6)}, peak_bytes=bytes_), metric="peak_bytes")
@@ -280,8 +332,48 @@ def test_from_runs_to_the_commit_range(
     assert "between 2026-01-06 02:17 and 2026-01-07 02:17" in shown
     assert " %  a\n" in shown
     assert "▁" in shown
-    assert main(["trend", "other"]) == 2
+    assert main(["trend", "--quiet", "--out", "trend.md"]) == 0
+    assert capsys.readouterr().out == ""
+    page = Path("trend.md").read_text()
+    assert page.startswith("# Trend\n\n```text\ntrend smoke latency_ratio: 1 cell")
+    assert "05ffffffffff..06ffffffffff" in page
+    assert "\x1b" not in page
+    assert main(["trend", "other", "--out", "trend.md"]) == 2
     assert "suites that have: smoke" in capsys.readouterr().err
+    assert not Path("trend.md").exists()  # an older answer is none to this question
+
+
+def test_a_cells_name_cannot_end_the_block_of_the_page() -> None:
+    page = trends_markdown(trends(history({"a````b": stepped(20, 10, by=0.3)})), suite="s", metric="latency_ratio")
+    assert page.startswith("# Trend\n\n`````text\n")
+    assert page.endswith("\n`````\n")
+
+
+def shown(frame: pd.DataFrame, metric: str = "latency_ratio") -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_trends(trends(frame, metric=metric), console, suite="s", metric=metric)
+    return console.export_text()
+
+
+def test_too_few_nights_are_not_called_no_change() -> None:
+    few, enough = 2 * FEWEST - 1, 2 * FEWEST
+    for count in (1, 2, few):
+        text = shown(history({"a": stepped(count, count)}))
+        assert "too few nights to tell; a cell needs 6" in text
+        assert "no change" not in text
+    assert "no change" in (text := shown(history({"a": stepped(enough, enough)})))
+    assert "too few" not in text
+    gaps = stepped(few, few) + [float("nan")] * 4
+    assert "too few nights to tell" in shown(history({"a": gaps}))
+    never = [float("nan")] * 9  # an unsupported cell has no time, and never will
+    text = shown(history({"a": stepped(9, 9), "b": gaps, "c": never}))
+    assert "no change" in text
+    assert "1 of 3 series have fewer than 6 nights: too few to tell" in text
+
+
+def test_an_exact_metric_needs_two_nights() -> None:
+    assert "a cell needs 2" in shown(history({"a": [1.0]}, peak_bytes=[9]), "peak_bytes")
+    assert "no change" in shown(history({"a": [1.0, 1.0]}, peak_bytes=[9, 9]), "peak_bytes")
 
 
 def test_the_same_commit_on_both_sides_is_said() -> None:

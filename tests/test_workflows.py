@@ -116,6 +116,20 @@ def summary(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
 
 
+def test_the_trend_is_on_the_summary(tmp_path: Path) -> None:
+    (tmp_path / "results" / "latest").mkdir(parents=True)
+    for name in ("gate", "trend", "summary"):
+        (tmp_path / "results" / "latest" / f"{name}.md").write_text(f"# {name}\n")
+    assert "# gate\n# trend\n# summary\n" in summary(tmp_path, "GITHUB_STEP_SUMMARY=").stdout
+    command = ["make", "-f", str(ROOT / "Makefile"), "--dry-run", "--old-file=.venv/.installed", "trend"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert "harness trend --out results/latest/trend.md" in done.stdout
+    (tmp_path / "results" / "latest").rename(tmp_path / "results" / "other")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert "harness trend" in done.stdout
+    assert "--out" not in done.stdout
+
+
 def test_the_summary_is_posted(tmp_path: Path) -> None:
     assert "no run in results/latest" in summary(tmp_path).stdout
     (tmp_path / "results" / "latest").mkdir(parents=True)

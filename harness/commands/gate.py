@@ -3,16 +3,18 @@
 import argparse
 import contextlib
 import os
+import random
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.console import terminal
-from harness.exits import EQUAL, NOT_EQUAL
+from harness.exits import EQUAL, INTERRUPTED, NOT_EQUAL
 
 if TYPE_CHECKING:
     from harness.gate.cells import Cells
     from harness.gate.outcome import Outcome
-    from harness.gate.verdicts import TimingVerdict
+    from harness.gate.verdicts import TimingSettings, TimingVerdict
     from harness.gate.versions import Version
 
 HELP = "compare a run with the accepted baseline, and its speed with a commit's"
@@ -28,13 +30,15 @@ what it differs from itself is the run's own measure of noise. Every cell ends a
 
   regression    slower by more than --min-effect, beyond chance, and again when measured again: fails
   pass          a slowdown of --must-see would have been seen, and is ruled out
-  inconclusive  neither: the machine was too noisy, or the base has no such cell. Said in the last line; --strict fails
+  inconclusive  neither: the machine was too noisy, or the base has no such cell. Said in the last line; --strict fails,
+                and so does a night in which every cell ends so: nothing was shown
   improvement   faster by more than --min-effect, beyond chance
 
-Written to DIR: gate.md (for a CI job's summary), gate.xml (JUnit), gate.json.
+Written to DIR: gate.md (for a CI job's summary), gate.xml (JUnit), gate.json. With --timing-only nothing is written.
 """
 EPILOG = """\
-exit codes:  0 nothing got worse   1 something did (with --strict: or may have)   2 bad input   3 a bug in harness
+exit codes:  0 nothing got worse   1 something did (with --strict: or may have), or no timed cell could be decided
+             2 bad input   3 a bug in harness   130 stopped by Ctrl-C   143 stopped by SIGTERM
 
 examples:
   harness gate                                        the latest run against results/baseline
@@ -51,7 +55,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         nargs="?",
-        default=Path("results/latest"),
         help="the run (default: results/latest)",
     )
     parser.add_argument(
@@ -80,6 +83,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="this kernel instead of the cells' own; a file of this repository is each version's own",
     )
+    timing.add_argument(
+        "--seed", metavar="N", type=int, help="of the orders drawn, as gate.json has it: the same again"
+    )
     timing.add_argument("--min-effect", metavar="PERCENT", type=_percent, default=0.02, help="default: 2")
     timing.add_argument("--must-see", metavar="PERCENT", type=_percent, default=0.05, help="default: 5")
     timing.add_argument(
@@ -93,13 +99,24 @@ def execute(options: argparse.Namespace) -> int:
     wants_timing = options.base is not None or options.base_dir is not None
     if not wants_timing and (options.timing_only or options.cells or options.kernel):
         raise BadInput("--timing-only, --cells and --kernel are about timing: add --base REV or --base-dir DIR")
+    if options.timing_only is not None and options.folder is not None:
+        raise BadInput(f"--timing-only judges no run: leave out {options.folder}, or give it without --timing-only")
+    options.folder = options.folder or Path("results/latest")
     if options.accept and wants_timing:
         raise BadInput("--accept judges nothing: leave out --base, and gate the run first")
     if not options.min_effect < options.must_see:
         raise BadInput(f"--must-see ({options.must_see:.2%}) must be more than --min-effect ({options.min_effect:.2%})")
     if options.accept:
         return _accept(options)
-    outcome = _judge(options, wants_timing=wants_timing)
+    try:
+        outcome = _judge(options, wants_timing=wants_timing)
+    except KeyboardInterrupt as stop:
+        from harness.executors.interrupts import Terminated
+
+        if isinstance(stop, Terminated):
+            raise
+        print("harness: interrupted; the gate is not finished, and its files are not written", file=sys.stderr)
+        return INTERRUPTED
     return EQUAL if outcome.passed else NOT_EQUAL
 
 
@@ -115,11 +132,13 @@ def _accept(options: argparse.Namespace) -> int:
 def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
     from harness.gate import exact
     from harness.gate.outcome import Outcome
-    from harness.gate.outputs import write_outputs
+    from harness.gate.outputs import remove_outputs, write_outputs
     from harness.report.terminal import print_findings
 
     console = terminal()
     alone = options.timing_only is not None
+    if not alone and options.folder.is_dir():
+        remove_outputs(options.folder)
     findings = () if alone else exact.gate(options.folder, options.baseline)
     if not alone and not options.quiet:
         print_findings(findings, console, suite=exact.suite_name(options.folder))
@@ -127,8 +146,14 @@ def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
         return write_outputs(
             options.folder, suite=exact.suite_name(options.folder), findings=findings, strict=options.strict
         )
-    cells, base, head, verdicts = _time(options)
-    told = {"base": base.name, "head": head.name, "strict": options.strict}
+    cells, settings, base, head, verdicts = _time(options)
+    told = {
+        "base": base.name,
+        "head": head.name,
+        "strict": options.strict,
+        "settings": settings,
+        "left_out": _left_out(cells, options.cells),
+    }
     if alone:
         outcome = Outcome(cells.suite, (), (), verdicts, **told)
     else:
@@ -136,13 +161,23 @@ def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
     if not options.quiet:
         from harness.gate.terminal import print_timing
 
-        print_timing(outcome, console)
-        if cells.left_out:
-            console.print(f"{cells.left_out} cells of the run failed or are unsupported, and were not timed")
+        print_timing(outcome, console, written=not alone)
     return outcome
 
 
-def _time(options: argparse.Namespace) -> tuple["Cells", "Version", "Version", "tuple[TimingVerdict, ...]"]:
+def _left_out(cells: "Cells", glob: str | None) -> tuple[str, ...]:
+    from harness.report.format import plural
+
+    reasons = (
+        (cells.left_out, "failed or unsupported in the run: not timed"),
+        (cells.not_chosen, f"not like --cells {glob}: not timed"),
+    )
+    return tuple(f"{plural(number, 'cell', 'cells')} {why}" for number, why in reasons if number)
+
+
+def _time(
+    options: argparse.Namespace,
+) -> tuple["Cells", "TimingSettings", "Version", "Version", "tuple[TimingVerdict, ...]"]:
     # Before torch is loaded anywhere, as `harness run` does; the processes inherit it.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     from rich.console import Console
@@ -161,27 +196,46 @@ def _time(options: argparse.Namespace) -> tuple["Cells", "Version", "Version", "
         seconds=options.seconds,
         threads=cells.threads,
         suite_seed=cells.seed,
+        # Drawn here, so that it can be told: the same night once more.
+        seed=random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed,
     )
     head = working_tree()
     with contextlib.ExitStack() as stack:
         if options.base_dir is not None:
             base = folder_version(options.base_dir)
         else:
+            if not options.base and options.timing_only is not None:  # else the exact part has said so
+                _warn_of_baseline(cells.suite, options.baseline)
             revision = options.base or baseline_commit(cells.suite, options.baseline)
             base = stack.enter_context(checked_out(revision, head.root))
         report = stack.enter_context(progress(len(cells.cases), Console(stderr=True, quiet=options.quiet)))
-        return cells, base, head, judge_times(base, head, cells.cases, settings, progress=report)
+        return cells, settings, base, head, judge_times(base, head, cells.cases, settings, progress=report)
+
+
+def _warn_of_baseline(suite: str, folder: Path) -> None:
+    from harness.gate.baseline import read_baseline
+
+    warning = read_baseline(suite, folder)[1].warning
+    if warning:
+        print(f"harness: {warning}", file=sys.stderr)
 
 
 def _percent(text: str) -> float:
-    value = float(text.removesuffix("%"))
+    value = _number(text.removesuffix("%"))
     if not 0 < value < 100:
         raise argparse.ArgumentTypeError(f"{text}: must be more than 0 and less than 100")
     return value / 100
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < 3600:
         raise argparse.ArgumentTypeError(f"{text}: must be more than 0 and less than 3600")
     return value

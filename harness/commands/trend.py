@@ -28,6 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", metavar="DIR", type=Path, default=Path("results/history"))
     parser.add_argument("--metric", metavar="NAME", default="latency_ratio", help="a column of the history")
     parser.add_argument("--cells", metavar="GLOB", default="*", help="only cells whose id is like this")
+    parser.add_argument("--out", metavar="FILE.md", type=Path, help="write it as Markdown too, for a CI job's page")
     parser.add_argument("--all", action="store_true", help="show every cell's history, changed or not")
 
 
@@ -35,18 +36,26 @@ def execute(options: argparse.Namespace) -> int:
     from harness.history import files
     from harness.history.night import HistoryError
     from harness.history.trend import trends
-    from harness.report.trend import print_trends
+    from harness.report.trend import print_trends, trends_markdown
+    from harness.store import write_atomically
 
     if options.add is not None:
         path, is_new = files.add(options.add, options.history)
         if not options.quiet:
             print(f"{'added' if is_new else 'already there:'} {path}")
         return EQUAL
+    if options.out is not None:
+        options.out.unlink(missing_ok=True)  # if the history cannot be read, an older answer must not stand for it
     names = [options.suite] if options.suite else list(files.suites(options.history))
     if not names:
         raise HistoryError(f"{options.history} has no nights; add one with: harness trend --add results/latest")
+    pages = []
     for name in names:
         found = trends(files.read(name, options.history), metric=options.metric, cells=options.cells)
         if not options.quiet:
             print_trends(found, terminal(), suite=name, metric=options.metric, every=options.all)
+        if options.out is not None:
+            pages.append(trends_markdown(found, suite=name, metric=options.metric))
+    if options.out is not None:
+        write_atomically(options.out, "\n".join(pages).encode())
     return EQUAL

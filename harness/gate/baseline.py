@@ -10,7 +10,7 @@ import yaml
 
 from harness import store
 from harness.environment import Environment
-from harness.gate.columns import BASELINE_COLUMNS, GATED, PEAK, rows, same, show
+from harness.gate.columns import BASELINE_COLUMNS, GATED, PEAK, counted, rows, same, show
 from harness.gate.finding import GateError
 
 
@@ -22,6 +22,17 @@ class Provenance:
     commit: str | None
     config_sha256: str
     environment: Environment
+
+    @property
+    def warning(self) -> str | None:
+        """`--base` checks out the commit, which is not what was accepted if something else was in the tree."""
+        if not self.environment.dirty:
+            return None
+        commit = (self.commit or "no commit")[:9]
+        return (
+            f"accepted from {commit} with changes that were not committed, so --base times something else; "
+            "commit, run and accept again"
+        )
 
 
 def accept(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) -> str:
@@ -39,6 +50,8 @@ def accept(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) ->
     csv, _ = _paths(suite, baseline_dir)
     old = read_baseline(suite, baseline_dir)[0] if csv.exists() else new.iloc[:0]
     text = _describe(suite, old, new, environment)
+    if provenance.warning:
+        text += f"\nwarning: {provenance.warning}"
     baseline_dir.mkdir(parents=True, exist_ok=True)
     for path, data in zip(_paths(suite, baseline_dir), (_csv(new), _json(provenance)), strict=True):
         store.write_atomically(path, data.encode())
@@ -118,5 +131,5 @@ def _describe(suite: str, old: pd.DataFrame, new: pd.DataFrame, environment: Env
                 lines.append(f"~ {case_id}  {'; '.join(changes)}")
     counts = {mark: sum(line.startswith(mark) for line in lines) for mark in "+-~"}
     commit = f"{environment.commit or 'no commit'}{' (dirty)' if environment.dirty else ''}"
-    head = f"baseline {suite}: {len(after)} cells at {commit}: {counts['+']} new, {counts['-']} removed, "
+    head = f"baseline {suite}: {counted(len(after), 'cell')} at {commit}: {counts['+']} new, {counts['-']} removed, "
     return "\n".join([f"{head}{counts['~']} changed", *lines])

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
+from pydantic_core import PydanticCustomError
 
 from harness import store
 from harness.case import CASE_FIELDS, Case
 from harness.config import load_suite
+from harness.document import resolve_kernel
 from harness.errors import BadInput
 from harness.gate.baseline import suite_name
 from harness.runner import threads_of
@@ -24,6 +26,7 @@ class Cells:
     threads: int
     seed: int
     left_out: int  # cells of the run that have no time to compare
+    not_chosen: int = 0
 
 
 def cells_of_run(folder: Path) -> Cells:
@@ -45,10 +48,21 @@ def choose(cells: Cells, *, glob: str | None, kernels: Sequence[str]) -> Cells:
     """`kernels` take the place of the cells' own."""
     cases = cells.cases
     if kernels:
-        cases = tuple(dict.fromkeys(replace(case, kernel=kernel) for case in cases for kernel in kernels))
+        known = [_known(kernel) for kernel in kernels]
+        cases = tuple(dict.fromkeys(replace(case, kernel=kernel) for case in cases for kernel in known))
+    offered = len(cases)
     if glob is not None:
         cases = tuple(case for case in cases if fnmatch.fnmatchcase(case.case_id, glob))
     if not cases:
         found = f"none of {len(cells.cases)} cells is like {glob!r}" if glob is not None else "there are none"
         raise BadInput(f"no cell to time: {found}")
-    return replace(cells, cases=cases)
+    return replace(cells, cases=cases, not_chosen=offered - len(cases))
+
+
+def _known(kernel: str) -> str:
+    """As in a config: one that nobody has would leave every cell without an answer."""
+    try:
+        return resolve_kernel(kernel, None)
+    except PydanticCustomError as error:
+        known = (error.context or {}).get("known", ())
+        raise BadInput(f"--kernel {kernel}: {error}{'; known: ' if known else ''}{', '.join(known)}") from None

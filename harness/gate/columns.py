@@ -27,3 +27,8 @@ def same(before: Any, after: Any) -> bool:
 
 def show(value: Any) -> str:
     return "empty" if pd.isna(value) else str(value)
+
+
+def counted(number: int, thing: str) -> str:
+    # Not report.format's `plural`: the reports import the gate.
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -7,7 +7,7 @@ import pandas as pd
 
 from harness import store
 from harness.gate.baseline import Provenance, accept, config_hash, read_baseline, suite_name
-from harness.gate.columns import EXACT, GATED, PEAK, Row, rows, same, show
+from harness.gate.columns import EXACT, GATED, PEAK, Row, counted, rows, same, show
 from harness.gate.finding import Finding, GateError
 from harness.gate.renames import renames
 from harness.record import FAILING
@@ -39,6 +39,8 @@ def gate(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) -> t
     suite = suite or suite_name(run_folder)
     table, provenance = read_baseline(suite, baseline_dir)
     notes = []
+    if provenance.warning:
+        notes.append(Finding("", "baseline", provenance.warning, False))
     if config_hash(run_folder) != provenance.config_sha256:
         notes.append(Finding("", "config", "the config differs from the baseline's", False))
     changes = provenance.environment.differences(store.read_environment(run_folder))
@@ -48,7 +50,8 @@ def gate(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) -> t
     stored = store.read(run_folder)
     lacking = []
     if stored.lack:
-        lacking.append(Finding("", "incomplete", f"{stored.lack}; missing: {store.some(stored.missing)}", True))
+        what = stored.lack.removeprefix("incomplete: ")  # the finding's kind says it
+        lacking.append(Finding("", "incomplete", f"{what}; missing: {store.some(stored.missing)}", True))
     moved = tuple(key for key in SAME_NUMBERS if key in changes)
     return (*lacking, *compare_exact(store.table(stored.records), table, moved=moved), *notes)
 
@@ -64,6 +67,9 @@ def compare_exact(run: pd.DataFrame, baseline: pd.DataFrame, *, moved: tuple[str
             raise GateError(f"the {name}'s table has no column {', '.join(lost)}; accept a new baseline")
     if run.empty:
         return (Finding("", "empty_run", "the run has no cells", True),)
+    if baseline.empty:
+        message = "the baseline has no cells, so it guards nothing; put it back, or accept a run"
+        return (Finding("", "empty_baseline", message, True),)
     findings: list[Finding] = []
     for name, frame in (("run", run), ("baseline", baseline)):
         for case_id, times in frame["case_id"].value_counts().items():
@@ -87,8 +93,9 @@ def compare_exact(run: pd.DataFrame, baseline: pd.DataFrame, *, moved: tuple[str
 
 
 def _rank(status: str) -> int:
-    # A declared limit is no failure, yet a cell that leaves it for a failure got worse.
-    return {"ok": 0, "degraded": 1, "unsupported": 2}.get(status, 3)
+    # A declared limit is no failure, yet a cell that leaves it for a failure got worse; so did a wrong answer that
+    # became none at all (error, timeout, oom).
+    return {"ok": 0, "degraded": 1, "unsupported": 2, "mismatch": 3}.get(status, 4)
 
 
 def _new(case_id: str, row: Row) -> Finding:
@@ -100,10 +107,10 @@ def _compare_cell(case_id: str, before: Row, after: Row, moved: tuple[str, ...])
     findings = []
     if before["status"] != after["status"]:
         worse = not _rank(after["status"]) <= _rank(before["status"])
-        findings.append(Finding(case_id, "status", f"status {before['status']} -> {after['status']}", worse))
+        findings.append(Finding(case_id, "status", f"{before['status']} -> {after['status']}", worse))
     for column in EXACT:
         if not same(before[column], after[column]):
-            message = f"{column} {show(before[column])} -> {show(after[column])}"
+            message = f"{show(before[column])} -> {show(after[column])}"
             findings.append(Finding(case_id, column, message, True))
     excuse = f" (noted only: {', '.join(moved)} changed)" if moved else ""
     if pd.isna(after["err_ratio"]):
@@ -114,7 +121,7 @@ def _compare_cell(case_id: str, before: Row, after: Row, moved: tuple[str, ...])
     if growth := _growth(before, after):
         findings.append(Finding(case_id, PEAK, growth + excuse, not moved))
     elif not pd.isna(after[PEAK]) and not pd.isna(before[PEAK]) and after[PEAK] < before[PEAK]:
-        message = f"{PEAK} {before[PEAK]} -> {after[PEAK]}: less; accept it to keep it"
+        message = f"{before[PEAK]} -> {after[PEAK]}: less; accept it to keep it"
         findings.append(Finding(case_id, PEAK, message, False))
     return findings
 
@@ -122,14 +129,14 @@ def _compare_cell(case_id: str, before: Row, after: Row, moved: tuple[str, ...])
 def _lost_ratio(before: Row, after: Row) -> str | None:
     if pd.isna(before["err_ratio"]) and _rank(after["status"]) >= _rank("unsupported"):
         return None  # a cell that never compared anything has no ratio
-    return f"err_ratio {show(before['err_ratio'])} -> not a number"
+    return f"{show(before['err_ratio'])} -> not a number"
 
 
 def _drift(old: float, new: float) -> str | None:
     if pd.isna(old):
         return None  # nothing to drift from; the status has judged it
     limit = max(DRIFT_FACTOR * old, DRIFT_FLOOR)
-    return None if new <= limit else f"err_ratio {old:.4g} -> {new:.4g}, beyond {DRIFT_FACTOR:g} x the baseline"
+    return None if new <= limit else f"{old:.4g} -> {new:.4g}, beyond {DRIFT_FACTOR:g} x the baseline"
 
 
 def _growth(before: Row, after: Row) -> str | None:
@@ -138,8 +145,8 @@ def _growth(before: Row, after: Row) -> str | None:
     if pd.isna(old) or (pd.isna(new) and not _was_timed(after)):
         return None  # said once for all cells
     if pd.isna(new):
-        return f"{PEAK} {show(old)} -> empty, although the cell was timed"
-    return None if new <= old else f"{PEAK} {old} -> {new} ({new - old:+,} bytes)"
+        return f"{show(old)} -> empty, although the cell was timed"
+    return None if new <= old else f"{old} -> {new} ({counted(new - old, 'byte')} more)"
 
 
 def _was_timed(row: Row) -> bool:
@@ -153,10 +160,10 @@ def _no_peak(before: Mapping[str, Row], after: Mapping[str, Row]) -> list[Findin
     unmeasured = sum(not pd.isna(before[each][PEAK]) and _is_untimed(after[each]) for each in shared)
     findings = []
     if ungated:
-        message = f"not gated in {ungated} cells: the baseline has none; accept a new one to gate it"
+        message = f"not gated in {counted(ungated, 'cell')}: the baseline has none; accept a new one to gate it"
         findings.append(Finding("", PEAK, message, False))
     if unmeasured:
-        message = f"not gated in {unmeasured} cells: they were not timed in this run, so it was not measured"
+        message = f"not gated in {counted(unmeasured, 'cell')}: not timed in this run, so it was not measured"
         findings.append(Finding("", PEAK, message, False))
     return findings
 

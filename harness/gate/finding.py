@@ -11,7 +11,7 @@ class GateError(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`case_id` is empty where the finding is about the whole run."""
+    """`case_id` is empty where the finding is about the whole run; `message` is shown after `kind`, unrepeated."""
 
     case_id: str
     kind: str

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from harness.gate.finding import Finding
 from harness.gate.outcome import Outcome
-from harness.gate.verdicts import TimingVerdict
+from harness.gate.verdicts import TimingSettings, TimingVerdict
 from harness.report.format import ABSENT, milliseconds, plural
 from harness.report.markdown import code, table_of, text
 
@@ -14,8 +14,7 @@ TITLES = ("verdict", "cell", "change", "interval", "smallest seen", "base ms", "
 
 
 def gate_markdown(outcome: Outcome) -> str:
-    word = "PASS" if outcome.passed else "FAIL"
-    parts = [f"# Gate {text(outcome.suite)}: {word}", "  \n".join(_counts(outcome))]
+    parts = [f"# Gate {text(outcome.suite)}: {outcome.word}", "  \n".join(_counts(outcome))]
     if outcome.failing:
         parts += ["## Got worse", *_findings(outcome.failing)]
     slower = [verdict for verdict in outcome.timed("regression", "inconclusive") if outcome.fails(verdict)]
@@ -49,10 +48,18 @@ def _counts(outcome: Outcome) -> list[str]:
         counts = outcome.counts
         named = [f"{counts[name]} {name}" for name in (*order, *sorted(counts.keys() - set(order))) if counts[name]]
         lines.append(f"**timing**: {_cells(len(outcome.timing))}: {', '.join(named)}")
+        lines += [f"**left out**: {text(told)}" for told in outcome.left_out]
+        if outcome.settings is not None:
+            lines.append(f"**settings**: {_settings(outcome.settings)}")
     else:
         lines.append("**timing**: not judged")
     lines += [f"**{name}**: {text(value)}" for name, value in (("base", outcome.base), ("head", outcome.head)) if value]
     return lines
+
+
+def _settings(chosen: TimingSettings) -> str:
+    effects = f"min-effect {chosen.min_effect:.1%}, must-see {chosen.must_see:.1%}, level {chosen.level:.1%}"
+    return f"{effects}, {chosen.seconds:g} s a cell, threads {chosen.threads}, seed {chosen.seed}"
 
 
 def _findings(findings: Sequence[Finding]) -> list[str]:

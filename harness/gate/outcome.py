@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from harness.gate.finding import Finding
-from harness.gate.verdicts import TimingVerdict
+from harness.gate.verdicts import TimingSettings, TimingVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,24 @@ class Outcome:
     base: str | None = None
     head: str | None = None
     strict: bool = False  # an inconclusive cell fails, too
+    settings: TimingSettings | None = None  # with the seed: the same night once more
+    left_out: tuple[str, ...] = ()  # what was not timed, and why, in words
 
     @property
     def passed(self) -> bool:
-        return not (self.failing or any(self.fails(verdict) for verdict in self.timing))
+        return self.word == "PASS"
+
+    @property
+    def word(self) -> str:
+        """The headline."""
+        return "FAIL" if self.failing else self.timing_word
+
+    @property
+    def timing_word(self) -> str:
+        """A night that has decided nothing has shown nothing: it is no pass, either."""
+        if any(self.fails(verdict) for verdict in self.timing):
+            return "FAIL"
+        return "INCONCLUSIVE" if self.timing and self.counts["inconclusive"] == len(self.timing) else "PASS"
 
     @property
     def failing(self) -> tuple[Finding, ...]:

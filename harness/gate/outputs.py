@@ -12,9 +12,15 @@ from harness.gate.finding import Finding
 from harness.gate.junit import junit_xml
 from harness.gate.markdown import gate_markdown
 from harness.gate.outcome import Outcome
-from harness.gate.verdicts import TimingVerdict
+from harness.gate.verdicts import TimingSettings, TimingVerdict
 
 MARKDOWN, JUNIT, JSON = "gate.md", "gate.xml", "gate.json"
+
+
+def remove_outputs(folder: Path) -> None:
+    """Before anything is judged: what an earlier gate said must not outlive an error of this one."""
+    for name in (MARKDOWN, JUNIT, JSON):
+        (Path(folder) / name).unlink(missing_ok=True)
 
 
 def write_outputs(
@@ -26,12 +32,24 @@ def write_outputs(
     base: str | None = None,
     head: str | None = None,
     strict: bool = False,
+    settings: TimingSettings | None = None,
+    left_out: Sequence[str] = (),
 ) -> Outcome:
     """`base` and `head` say in words what was compared ("commit 1a2b3c4", "the working tree"). A folder without records
     was timed alone: then the cells are those of `timing`."""
     folder = Path(folder)
     cells = [record.case_id for record in store.read_records(folder)] if (folder / store.RECORDS).exists() else []
-    outcome = Outcome(suite, tuple(cells), tuple(findings), tuple(timing), base=base, head=head, strict=strict)
+    outcome = Outcome(
+        suite,
+        tuple(cells),
+        tuple(findings),
+        tuple(timing),
+        base=base,
+        head=head,
+        strict=strict,
+        settings=settings,
+        left_out=tuple(left_out),
+    )
     for name, text in (
         (MARKDOWN, gate_markdown(outcome)),
         (JUNIT, junit_xml(outcome)),
@@ -45,11 +63,14 @@ def gate_json(outcome: Outcome) -> str:
     document = {
         "suite": outcome.suite,
         "passed": outcome.passed,
+        "verdict": outcome.word,
         "base": outcome.base,
         "head": outcome.head,
         "strict": outcome.strict,
         "cells": len(outcome.cells),
         "timing_counts": dict(sorted(outcome.counts.items())),
+        "left_out": list(outcome.left_out),
+        "settings": None if outcome.settings is None else asdict(outcome.settings),
         "findings": [asdict(finding) for finding in outcome.findings],
         "timing": [{**asdict(verdict), "fails": outcome.fails(verdict)} for verdict in outcome.timing],
     }

@@ -23,6 +23,10 @@ class Died(Exception):
     """It ended, hung or lost its pipe; the message says how, as far as is known."""
 
 
+class Hung(Died):
+    """It did not answer in time."""
+
+
 class Refused(Exception):
     """It lives, but cannot do what it was asked for; the message is its own."""
 
@@ -89,7 +93,7 @@ class Process:
                 except BrokenMessage as broken:
                     raise Died(f"sent a broken message: {broken}") from None
             elif left <= 0:
-                raise Died(f"no answer within {timeout_s:g} s")
+                raise Hung(f"no answer within {timeout_s:g} s")
 
     def _listen(self) -> None:
         """Keeps the end of what it prints, and only that."""

@@ -18,7 +18,7 @@ import numpy as np
 from harness.case import Case
 from harness.document import Limits
 from harness.executors.memory import allowed_bytes
-from harness.gate.process import Died, Process, Refused
+from harness.gate.process import Died, Hung, Process, Refused
 from harness.gate.statistics import MIN_ROUNDS
 from harness.gate.verdicts import TimingSettings
 from harness.gate.versions import Version
@@ -34,11 +34,12 @@ PROCESSES = 3  # of each version
 
 
 class CellFailed(Exception):
-    """The cell cannot be timed. `side` is "base", "head" or "both"; `died` where a process did not survive it."""
+    """The cell cannot be timed. `side` is "base", "head" or "both"; `died` where a process did not survive it, `hung`
+    where it had to be ended."""
 
-    def __init__(self, side: str, reason: str, *, died: bool) -> None:
+    def __init__(self, side: str, reason: str, *, died: bool, hung: bool = False) -> None:
         super().__init__(reason)
-        self.side, self.reason, self.died = side, reason, died
+        self.side, self.reason, self.died, self.hung = side, reason, died, hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ class Sampler:
             return self._crew.member(side, at).ask(do, self._settings.timeout_s, **what)
         except Died as death:
             self._crew.lose(side, at)
-            raise CellFailed(side, str(death), died=True) from None
+            raise CellFailed(side, str(death), died=True, hung=isinstance(death, Hung)) from None
         except Refused as refusal:
             raise CellFailed(side, str(refusal), died=False) from None
 
@@ -202,19 +203,31 @@ LOOKS = (8, 12, 18, 27, 40)  # rounds
 AGAIN = 16  # rounds of the second measurement, at which nobody looks before its end
 FIRST = 0.6  # of the seconds
 OVERTIME = 1.0  # of a measurement's seconds, for those that cannot have the fewest rounds of any use before
+LONG_OVERTIME = 5.0  # the same for those that are far from unchanged by what there is
 
 
 def measure_until(
-    sampler: Sampler, seconds: float, *, looks: Sequence[int], enough: Callable[[np.ndarray], bool]
+    sampler: Sampler,
+    seconds: float,
+    *,
+    looks: Sequence[int],
+    enough: Callable[[np.ndarray], bool],
+    fewest: int,
+    is_far: Callable[[np.ndarray], bool],
 ) -> list[Round]:
-    """Rounds until a look finds that it is enough, the schedule ends, or the time is up."""
+    """Rounds until a look finds that it is enough, the schedule ends, or the time is up. Where it is up before the
+    `fewest` rounds that can be judged, it is prolonged if what there is is far from unchanged."""
     rounds: list[Round] = []
     deadline = time.perf_counter() + seconds
     for look in looks:
         while len(rounds) < look:
             rounds.append(sampler.round())
             left = deadline - time.perf_counter()
-            if (left <= 0 and len(rounds) >= MIN_ROUNDS) or left <= -OVERTIME * seconds:
+            if left <= 0 and len(rounds) >= MIN_ROUNDS:
+                return rounds
+            if left <= -OVERTIME * seconds and (
+                len(rounds) >= fewest or left <= -LONG_OVERTIME * seconds or not is_far(stack(rounds))
+            ):
                 return rounds
         if enough(stack(rounds)):
             break

@@ -13,8 +13,10 @@ from harness.gate.verdicts import TimingSettings, Verdict
 
 RESAMPLES = 500
 FLAG = 1e-3
+NEAR = 0.05  # a cell with a p-value below this is not clearly unchanged, however narrow its interval
 SEEN = 0.8  # how often the smallest effect is to be seen
 CONFIDENCE = 0.95  # of the interval, both sides together
+FAR = 2.0  # times what must be seen
 FEWEST_AGAIN = 3  # rounds of a second measurement: it is asked for its side of the limit alone
 MIN_ROUNDS = 6  # fewer leave a standard error that is a guess
 # What processes of the same code differ by for as long as they live, and what a few of them cannot show by themselves.
@@ -101,7 +103,10 @@ def estimate(times: np.ndarray, *, seed: int) -> Estimate:
     error = math.hypot(math.sqrt(small * max(own, (own + witness) / 2)), PROCESS_SPREAD)
     null_error = math.hypot(math.sqrt(small * null_drawn.var(ddof=1)), PROCESS_SPREAD)
     middle, null_middle = float(np.nanmedian(change)), float(np.nanmedian(null))
-    freedom, blocks = 2 * R - 1, int((~np.isnan(change)).sum())
+    # Two witnesses of R - 1 degrees each: as good as both where they agree, as one where one of them says it all
+    # (Welch and Satterthwaite).
+    freedom = max(1, math.floor((R - 1) * _agreement(own, witness)))
+    blocks = int((~np.isnan(change)).sum())
     null_half = float(stats.t.isf((1 - CONFIDENCE) / 2, R - 1)) * null_error
     unexplained = max(0.0, abs(null_middle) - null_half)
     half = float(stats.t.isf((1 - CONFIDENCE) / 2, freedom)) * error
@@ -119,12 +124,28 @@ def estimate(times: np.ndarray, *, seed: int) -> Estimate:
     )
 
 
-def change_alone(times: np.ndarray) -> float:
-    """The change by itself, without a claim how sure it is: for that fewer rounds do. NaN if there is next to none."""
+def _agreement(one: float, other: float) -> float:
+    """1 where one variance is all there is, 2 where both are equal."""
+    squares = one**2 + other**2
+    return (one + other) ** 2 / squares if squares > 0 else 1.0
+
+
+def raw_change(times: np.ndarray) -> float:
+    """The change by itself, without a claim how sure it is. NaN if most of it is missing."""
     logs = np.log(np.where(np.isfinite(times) & (times > 0), times, np.nan))
     change = logs[..., HEAD] - (logs[..., BASE] + logs[..., TWIN]) / 2
     whole = change[~np.isnan(change)]
-    return float(np.median(whole)) if len(times) >= FEWEST_AGAIN and 2 * whole.size >= change.size else math.nan
+    return float(np.median(whole)) if whole.size and 2 * whole.size >= change.size else math.nan
+
+
+def change_alone(times: np.ndarray) -> float:
+    """The change of a second measurement, for which fewer rounds do. NaN if there is next to none."""
+    return raw_change(times) if len(times) >= FEWEST_AGAIN else math.nan
+
+
+def is_far(times: np.ndarray, settings: TimingSettings) -> bool:
+    """Too few rounds to judge, but so far beyond what must be seen that more of them are worth their time."""
+    return abs(raw_change(times)) > FAR * math.log1p(settings.must_see)
 
 
 def _medians(values: np.ndarray, picks: np.ndarray) -> np.ndarray:
@@ -149,8 +170,9 @@ class Level:
 
 
 def is_clearly_unchanged(found: Estimate, settings: TimingSettings, level: Level) -> bool:
-    """Enough has been measured: slowdowns that must be seen would be, and are ruled out."""
-    if not found.is_sound:
+    """Enough has been measured: slowdowns that must be seen would be, and are ruled out; nor is a smaller one at hand,
+    which might be a regression if it is seen again."""
+    if not found.is_sound or _smaller_p(found, settings) <= max(NEAR, level.night):
         return False
     sees = found.smallest(settings.min_effect, level.alone) <= settings.must_see
     return sees and math.expm1(found.hi) <= settings.must_see and found.lo >= -math.log1p(settings.must_see)
@@ -158,7 +180,11 @@ def is_clearly_unchanged(found: Estimate, settings: TimingSettings, level: Level
 
 def is_flagged(found: Estimate, settings: TimingSettings) -> bool:
     """Whether it looks changed so much that the rest of the time is better spent on measuring it again."""
-    return min(found.p_slower(settings.min_effect), found.p_faster(settings.min_effect)) <= FLAG
+    return _smaller_p(found, settings) <= FLAG
+
+
+def _smaller_p(found: Estimate, settings: TimingSettings) -> float:
+    return min(found.p_slower(settings.min_effect), found.p_faster(settings.min_effect))
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:

@@ -27,6 +27,7 @@ from harness.gate.verdicts import TimingSettings, TimingVerdict, Verdict
 from harness.gate.versions import Version
 
 ATTEMPTS = 2  # a process that died in a cell may have been damaged by an earlier one: a fresh one tells
+MOST_HANGS = 3  # cells; each costs its whole time limit, and a night has hundreds
 
 Progress = Callable[[int, str], None]
 
@@ -75,7 +76,12 @@ def judge_times(
         # Neighbours of a grid are alike, and a minute's trouble would hit all of them: in random order it does not.
         for done, cell in enumerate(chance.sample(cells, len(cells))):
             report(done, cell.case.case_id)
-            _measure(cell, crew, settings, chance, enough=enough)
+            if sum(other.failure is not None and other.failure.hung for other in cells) >= MOST_HANGS:
+                cell.failure = CellFailed(
+                    "both", f"{MOST_HANGS} cells hung before it, and the night must end", died=False
+                )
+            else:
+                _measure(cell, crew, settings, chance, enough=enough)
         flagged = [cell for cell in cells if _is_worth_another_look(cell, settings, level, seed=seed)]
         if flagged:
             crew.dismiss()
@@ -98,18 +104,33 @@ def _start(crew: Crew) -> None:
 def _measure(
     cell: _Cell, crew: Crew, settings: TimingSettings, chance: random.Random, *, enough: Callable[[np.ndarray], bool]
 ) -> None:
+    def measure() -> None:
+        sampler = Sampler(crew, cell.case, settings, chance=chance)
+        cell.rounds = measure_until(
+            sampler,
+            FIRST * settings.seconds,
+            looks=LOOKS,
+            enough=enough,
+            fewest=statistics.MIN_ROUNDS,
+            is_far=lambda times: statistics.is_far(times, settings),
+        )
+
+    _attempt(cell, measure)
+    if cell.failure is not None and not cell.failure.died:
+        cell.failure = _whose(cell.failure, cell, crew, settings, chance)
+
+
+def _attempt(cell: _Cell, measure: Callable[[], None]) -> None:
+    """Once more where a process died, but not where it hung: that would take its whole time again."""
     started = time.perf_counter()
     for _ in range(ATTEMPTS):
         cell.failure = None
         try:
-            sampler = Sampler(crew, cell.case, settings, chance=chance)
-            cell.rounds = measure_until(sampler, FIRST * settings.seconds, looks=LOOKS, enough=enough)
-            break
+            measure()
         except CellFailed as failure:
             cell.failure = failure
-            if not failure.died:
-                cell.failure = _whose(failure, cell, crew, settings, chance)
-                break
+        if cell.failure is None or not cell.failure.died or cell.failure.hung:
+            break
     cell.seconds += time.perf_counter() - started
 
 
@@ -125,14 +146,18 @@ def _whose(failure: CellFailed, cell: _Cell, crew: Crew, settings: TimingSetting
 
 
 def _measure_again(cell: _Cell, crew: Crew, settings: TimingSettings, chance: random.Random) -> None:
-    started = time.perf_counter()
-    sampler = Sampler(crew, cell.case, settings, chance=chance, blocks=cell.rounds[0].times.shape[0])
-    try:
-        budget = (1 - FIRST) * settings.seconds
-        cell.second = measure_until(sampler, budget, looks=(AGAIN,), enough=lambda times: True)
-    except CellFailed as failure:
-        cell.failure = failure
-    cell.seconds += time.perf_counter() - started
+    def measure() -> None:
+        sampler = Sampler(crew, cell.case, settings, chance=chance, blocks=cell.rounds[0].times.shape[0])
+        cell.second = measure_until(
+            sampler,
+            (1 - FIRST) * settings.seconds,
+            looks=(AGAIN,),
+            enough=lambda times: True,
+            fewest=statistics.FEWEST_AGAIN,
+            is_far=lambda times: statistics.is_far(times, settings),
+        )
+
+    _attempt(cell, measure)
 
 
 def _is_worth_another_look(cell: _Cell, settings: TimingSettings, level: Level, *, seed: int) -> bool:
@@ -161,6 +186,8 @@ def _judge(cells: Sequence[_Cell], settings: TimingSettings, level: Level, *, se
         smallest = found.smallest(settings.min_effect, level.alone * rank)
         if cell.failure is not None:
             verdict, reason = _failed(cell.failure)
+        elif 0 < len(cell.rounds) < statistics.MIN_ROUNDS:
+            verdict, reason = "inconclusive", _too_few(cell)
         else:
             verdict, reason = statistics.decide(
                 found,
@@ -173,6 +200,11 @@ def _judge(cells: Sequence[_Cell], settings: TimingSettings, level: Level, *, se
         p, q = (slower[at], q_slower[at]) if not found.change < 0 else (faster[at], q_faster[at])
         verdicts.append(_verdict(cell, verdict, reason, found, smallest=smallest, p=p, q=q))
     return tuple(verdicts)
+
+
+def _too_few(cell: _Cell) -> str:
+    told = f"{len(cell.rounds)} of the {statistics.MIN_ROUNDS} rounds that it takes in {cell.seconds:.0f} s"
+    return f"too slow for its time: {told}; raise --seconds"
 
 
 def _failed(failure: CellFailed) -> tuple[Verdict, str]:
@@ -192,10 +224,12 @@ def _verdict(
     rounds = [*cell.rounds, *cell.second]
     base, head, reference = _milliseconds(rounds)
     sound = found.is_sound
+    # Where there is too little for a claim, what there is is shown all the same.
+    change = found.change if sound or cell.failure is not None or not rounds else statistics.raw_change(stack(rounds))
     return TimingVerdict(
         case_id=cell.case.case_id,
         verdict=verdict,
-        change=_relative(found.change),
+        change=_relative(change),
         lo=_relative(found.lo),
         hi=_relative(found.hi),
         smallest=smallest if math.isfinite(smallest) else None,

@@ -17,7 +17,7 @@ class TimingSettings:
     threads: int = 1
     suite_seed: int = 0  # of the cases' weights and inputs
     seed: int | None = None  # of orders and of the bootstrap; None: another one each night
-    timeout_s: float = 600.0  # for building a cell, and for one sample of it
+    timeout_s: float = 120.0  # for building a cell, and for one sample of it
     max_memory: int | None = None  # of each worker, in bytes; None: 80 % of the machine's, shared among the workers
 
 

@@ -1,7 +1,10 @@
 """The two versions that are timed: the working tree as it is, and a revision checked out beside it, or a folder."""
 
 import contextlib
+import functools
 import json
+import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -70,8 +73,15 @@ def checked_out(revision: str, repository: Path | None = None) -> Iterator[Versi
             prefix = _ask_git(repository, "rev-parse", "--show-prefix") or ""
             yield Version(_named(revision, commit), (tree / prefix).resolve(), commit, False)
         finally:
-            _ask_git(repository, "worktree", "remove", "--force", "--force", str(tree))
-            _ask_git(repository, "worktree", "prune")
+            _remove(repository, tree)
+
+
+def _remove(repository: Path, tree: Path) -> None:
+    """This worktree and no other: `prune` would also take the user's own whose disk is away."""
+    remove = ("worktree", "remove", "--force", "--force", str(tree))
+    if _ask_git(repository, *remove) is None:  # half made: git removes what is known of a folder that is gone
+        shutil.rmtree(tree, ignore_errors=True)
+        _ask_git(repository, *remove)
 
 
 def resolve(revision: str, repository: Path) -> str:
@@ -142,8 +152,23 @@ def _run_git(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
         text=True,
         errors="replace",
         timeout=GIT_SECONDS,
+        env=_without_a_repository(),
         start_new_session=True,  # Ctrl-C must not end the git that cleans up
     )
+
+
+def _without_a_repository() -> dict[str, str]:
+    """In a hook git names the index and the folder of a commit under way: a checkout would be made into that."""
+    return {name: value for name, value in os.environ.items() if name not in _repository_variables()}
+
+
+@functools.cache
+def _repository_variables() -> frozenset[str]:
+    words = ["git", "rev-parse", "--local-env-vars"]
+    listed = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GIT_SECONDS)
+    if listed.returncode != 0:
+        raise VersionError(f"cannot ask git for its variables: {listed.stderr.strip()}")
+    return frozenset(listed.stdout.split())
 
 
 @contextlib.contextmanager

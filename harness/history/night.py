@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +25,12 @@ METRICS = (
 COLUMNS = (
     "suite", "time", "run", "commit", "dirty", "machine", *MACHINE, *SOFTWARE, "case_id", "status", *METRICS
 )  # fmt: skip
+
+
+# As harness names a run's folder. It stays the same when the folder is copied, which a file's own time does not.
+STAMP = re.compile(r"-(\d{8}T\d{6}Z)(-\d+)?")
+
+log = logging.getLogger(__name__)
 
 
 class HistoryError(BadInput):
@@ -53,7 +61,7 @@ def night_of(folder: Path) -> Night:
     if not stored.records:
         raise HistoryError(f"{folder} has no cells, so there is nothing to keep")
     records = folder / store.RECORDS
-    time = datetime.fromtimestamp(int(records.stat().st_mtime), UTC)
+    time = _time(folder)
     run = hashlib.sha256(records.read_bytes()).hexdigest()[:12]
     environment, suite = store.read_environment(folder), suite_name(folder)
     frame = store.table(stored.records)[["case_id", "status", *METRICS]]
@@ -64,6 +72,21 @@ def night_of(folder: Path) -> Night:
     frame["dirty"] = pd.Series(environment.dirty, index=frame.index, dtype="boolean")
     frame["time"] = pd.Series(time, index=frame.index).astype("datetime64[us, UTC]")
     return Night(suite, time, run, environment.commit, frame[list(COLUMNS)])
+
+
+def _time(folder: Path) -> datetime:
+    """When the run began, by its folder's name; else when its records were written, if they were not copied since."""
+    if stamp := STAMP.search(folder.resolve().name):
+        try:
+            return datetime.strptime(stamp[1], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        except ValueError:
+            pass  # digits that are no date, as in the name of a folder that somebody chose
+    written = datetime.fromtimestamp(int((folder / store.RECORDS).stat().st_mtime), UTC)
+    log.warning(
+        "%s: no time in the folder's name, so %s counts, when %s was written; a copy would have another",
+        folder, f"{written:%Y-%m-%d %H:%M:%S} UTC", store.RECORDS,
+    )  # fmt: skip
+    return written
 
 
 def machine_key(environment: Environment) -> str:

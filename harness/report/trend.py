@@ -1,17 +1,20 @@
 """The history on a terminal: what changed and between which commits, then the cells as sparklines."""
 
+import io
 import math
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from harness.history.trend import Change, Trend
+from harness.history.trend import Change, Trend, fewest_nights
 from harness.report.format import plain, plural, ratio
 from harness.report.sparkline import condense, sparkline
 
 CellChange = tuple[Trend, Change]
+PAGE_WIDTH = 120
 
 
 def print_trends(found: Sequence[Trend], console: Console, *, suite: str, metric: str, every: bool = False) -> None:
@@ -19,9 +22,19 @@ def print_trends(found: Sequence[Trend], console: Console, *, suite: str, metric
     changes = [(trend, change) for trend in found for change in trend.changes]
     cells = plural(len({trend.case_id for trend in found}), "cell", "cells")
     nights = plural(max((len(trend.values) for trend in found), default=0), "night", "nights")
+    needed = fewest_nights(metric)
+    short = sum(0 < trend.known < needed for trend in found)
+    can_tell = any(trend.known >= needed for trend in found)
     counted = plural(len(changes), "change", "changes") if changes else "no change"
+    if not can_tell:  # silence would pass for an answer
+        counted = f"too few nights to tell; a cell needs {needed}"
     head = f"{cells}, up to {nights}, {plural(len(machines), 'machine', 'machines')}: {counted}"
-    _print(console, Text.assemble("trend ", plain(suite), " ", metric, ": ", (head, "bold" if changes else "green")))
+    style = "yellow" if not can_tell else "bold" if changes else "green"
+    _print(console, Text.assemble("trend ", plain(suite), " ", metric, ": ", (head, style)))
+    if short and can_tell:
+        _print(
+            console, Text(f"{short} of {len(found)} series have fewer than {needed} nights: too few to tell.", "yellow")
+        )
     if len(machines) > 1:
         _print(console, Text("Each machine has series of its own: times of unlike machines are not compared.", "dim"))
     for group in _by_commits(changes):
@@ -31,6 +44,16 @@ def print_trends(found: Sequence[Trend], console: Console, *, suite: str, metric
         console.print()
         for trend in found:
             _print_series(trend, console, several=len(machines) > 1)
+
+
+def trends_markdown(found: Sequence[Trend], *, suite: str, metric: str) -> str:
+    """What the terminal shows, for a CI job's page."""
+    file = io.StringIO()
+    print_trends(found, Console(file=file, width=PAGE_WIDTH, color_system=None), suite=suite, metric=metric)
+    shown = file.getvalue().rstrip()
+    # Longer than any in the text, so that a cell's name cannot end the block.
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
+    return f"# Trend\n\n{fence}text\n{shown}\n{fence}\n"
 
 
 def _by_commits(changes: Sequence[CellChange]) -> list[list[CellChange]]:
