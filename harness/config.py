@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,10 @@ def _validate(data: Any, origin: _Origin, folder: Path | None) -> Document:
         raise ConfigError(origin.problem(rule, ("grid",)))
     if document.equivalence == "approximate" and document.accuracy.is_empty:
         rule = "required with equivalence: approximate, with at least one of rel_l1, cosine, rmse, max_abs"
-        raise ConfigError(origin.problem(rule, ("accuracy",)))
+        problem = origin.problem(rule, ("accuracy",))
+        if "accuracy" not in given:  # then the line is that of the key which asks for it
+            problem = replace(problem, line=origin.problem(rule, ("equivalence",)).line)
+        raise ConfigError(problem)
     if document.equivalence == "exact" and "accuracy" in given:
         rule = "only with equivalence: approximate; exact kernels are judged by the acceptance rule"
         raise ConfigError(origin.problem(rule, ("accuracy",)))

@@ -7,6 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from harness.gate.approximate import is_farther
+from harness.gate.columns import METRICS
 from harness.record import FAILING
 
 Row = Mapping[Hashable, Any]
@@ -37,7 +39,15 @@ class Difference:
     def _step(self) -> int:
         if self.before is None or self.after is None:
             return 0
-        return severity(self.after["status"]) - severity(self.before["status"])
+        return severity(self.after["status"]) - severity(self.before["status"]) or self._drift
+
+    @property
+    def _drift(self) -> int:
+        """Of an approximate kernel in two runs of one status: whether its relative L1 moved by more than rounding."""
+        pair = self.pair("rel_l1")
+        if pair is None or pair[0] is None or pair[1] is None:
+            return 0
+        return int(is_farther(*pair)) - int(is_farther(*reversed(pair)))
 
     @property
     def status_changed(self) -> bool:
@@ -53,6 +63,17 @@ class Difference:
     def error_factor(self) -> float | None:
         """err_ratio after over before; None where equal, or where one has none."""
         return self._factor("err_ratio")
+
+    @property
+    def metrics(self) -> dict[str, tuple[Any, Any]]:
+        """Metrics of an approximate kernel that are not the same."""
+        found = {name: self.pair(name) for name in METRICS}
+        return {name: pair for name, pair in found.items() if pair is not None}
+
+    @property
+    def metric_factor(self) -> float | None:
+        """rel_l1 after over before; None as in `error_factor`."""
+        return self._factor("rel_l1")
 
     @property
     def speed_factor(self) -> float | None:
@@ -73,7 +94,9 @@ class Difference:
     @property
     def found(self) -> bool:
         """Whether there is anything to tell; a speed within both intervals is not."""
-        changed = any(self.pair(name) is not None for name in ("status", "err_ratio", "max_abs_err", *WEIGHTS))
+        changed = any(
+            self.pair(name) is not None for name in ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS)
+        )
         return changed or not self.in_both or self.speed_apart
 
     def pair(self, column: str) -> tuple[Any, Any] | None:
@@ -95,8 +118,8 @@ class Difference:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Worse status, other status, cells of one run alone, weights, then the largest factor either way."""
-        factors = [self.error_factor, self.speed_factor if self.speed_apart else None]
+        """Worse, other status, cells of one run alone, weights, then the largest factor either way."""
+        factors = [self.error_factor, self.metric_factor, self.speed_factor if self.speed_apart else None]
         # x2 and x0.5 are changes of one size.
         sizes = [
             abs(math.log(factor)) if 0 < factor < math.inf else math.inf for factor in factors if factor is not None

@@ -14,12 +14,13 @@ from harness.approximate import Metrics
 from harness.case import Case
 from harness.config import ConfigError, load_suite
 from harness.document import REGIMES, STRUCTURES, Accuracy, Timing
+from harness.kernels.blocksparse import engine
 from harness.kernels.call import Kernel
 from harness.kernels.front import find_kernel
 from harness.measure import measure
 from harness.record import COLUMNS, Record
 from harness.regimes import make_inputs, video_positions
-from harness.report.sparsity import columns
+from harness.report.sparsity import LEGEND, columns, legend
 
 OFF = Timing(enabled=False)
 BRIEF = Timing(budget_s=0.001, min_blocks=3, max_blocks=3)
@@ -133,6 +134,40 @@ def test_an_error_at_sparsity_0_is_a_mismatch_however_wide_the_limits():
     assert record(name, kernel=spoilt(name), accuracy=WIDE).status == "mismatch"
 
 
+def test_what_is_kept_is_right_however_wide_the_limits():
+    name = f"sparse?topk=0.3&{BLOCKS}"
+    found = record(name, kernel=spoilt(name), accuracy=WIDE)
+    assert found.status == "mismatch" and found.error is not None
+    assert "not attention over the blocks that it kept" in found.error
+
+
+@pytest.mark.parametrize("kernel", ["sparse?topk=0.5", "sparse?cdf=0.9&sim=0.3"])
+@pytest.mark.parametrize("axes", [{}, {"mask": "padding"}, {"phase": "decode"}, {"dtype": "bfloat16"},
+                                  {"dtype": "float64"}, {"kv_heads": 1, "variant": "gqa"}])  # fmt: skip
+def test_right_kernels_are_right_in_what_they_keep(kernel, axes):
+    found = record(f"{kernel}&{BLOCKS}", regimes=(*REGIMES, *STRUCTURES), accuracy=Accuracy(rel_l1=1e6), **axes)
+    assert (found.status, found.error) == ("ok", None)
+    assert found.skipped_blocks is not None and any(entry["skipped_blocks"] for entry in found.approximation)
+
+
+def sees_a_key_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = engine.reach
+    monkeypatch.setattr(engine, "reach", lambda call: (own(call)[0], 1 if call.causal else own(call)[1]))
+
+
+def test_an_engine_that_sees_the_future_is_caught_in_every_regime(monkeypatch):
+    """Also in one where nothing was skipped, beside another where something was."""
+    name, regimes = f"sparse?cdf=0.9&sim=0.6&{BLOCKS}", ("plain", "locally_smooth")
+    right = record(name, regimes=regimes)
+    assert right.status == "ok"
+    assert [entry["skipped_blocks"] > 0 for entry in right.approximation] == [False, True]
+    sees_a_key_too_much(monkeypatch)
+    found = record(name, regimes=regimes)
+    assert found.status == "mismatch" and found.error is not None
+    assert "out in regime plain: the kernel is not attention although nothing was skipped" in found.error
+    assert "out in regime locally_smooth: the kernel is not attention over the blocks that it kept" in found.error
+
+
 def test_nan_in_a_sparse_output_is_a_mismatch():
     name = f"sparse?topk=0.3&{BLOCKS}"
     right = find_kernel(name)
@@ -194,10 +229,30 @@ def test_bad_configs_are_refused(keys, said):
     assert said in str(refusal.value)
 
 
+def test_missing_limits_are_reported_at_the_line_that_asks_for_them(tmp_path):
+    path = tmp_path / "nolimits.yaml"
+    grid = "grid: {variant: mha, embed_dim: 32, heads: 2, seq_len: 48}\n"
+    path.write_text(f"name: x\n{grid}\nequivalence: approximate\n")
+    with pytest.raises(ConfigError) as refusal:
+        load_suite(path)
+    assert (refusal.value.line, refusal.value.key) == (4, "accuracy")
+    path.write_text(f"name: x\nequivalence: approximate\n{grid}accuracy: {{}}\n")
+    with pytest.raises(ConfigError) as refusal:
+        load_suite(path)
+    assert refusal.value.line == 4
+
+
+def test_the_legend_tells_of_the_columns_that_are_there():
+    timed, not_timed = (record(f"sparse?topk=0.3&{BLOCKS}", timing=timing) for timing in (BRIEF, OFF))
+    assert legend(columns([timed])) == LEGEND
+    assert not any("x dense" in line for line in legend(columns([not_timed])))
+
+
 def test_the_study_s_config_loads():
     found = load_suite(Path(__file__).parent.parent / "configs" / "sparse.yaml")
     assert found.accuracy is not None
     assert {4096} <= {case.seq_len for case in found.cases}
+    assert {"none", "causal"} <= {case.mask for case in found.cases if case.kernel == "sparse?topk=1"}
 
 
 def test_the_columns_are_stored_and_shown(tmp_path):

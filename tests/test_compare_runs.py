@@ -16,7 +16,7 @@ from harness.cli import main
 from harness.difference import Difference, compare_runs, severity
 from harness.errors import BadInput
 from harness.record import COLUMNS, STATUSES, Record
-from harness.report.difference import changes, csv, environment_lines, mark_of, markdown, print_differences
+from harness.report.difference import changes, counts_line, csv, environment_lines, mark_of, markdown, print_differences
 from harness.report.page import read_run, write_own_page
 from harness.report.terminal import print_entry
 from tests.page_runs import HERE, HOSTILE, record, run
@@ -77,6 +77,34 @@ def test_from_or_to_infinity_no_factor_is_told(before: float, after: float, fact
     cell = compared(record(err_ratio=before), record(err_ratio=after))
     assert cell.error_factor == factor
     assert "(x" not in changes(cell)[0]
+
+
+SKIPPING: dict[str, Any] = {"err_ratio": None, "rel_l1": 0.065, "cosine": 0.998, "sparsity": 0.5}
+
+
+def test_an_approximate_kernel_that_moves_away_is_worse():
+    near, far = record(**SKIPPING), record(**SKIPPING | {"rel_l1": 0.116, "cosine": 0.993})
+    cell = compared(near, far)
+    assert cell.worse and not cell.better and mark_of(cell) == "worse"
+    assert changes(cell) == ["rel_l1 0.065 -> 0.116 (x1.78)", "cosine 0.998 -> 0.993"]
+    assert counts_line([cell]).endswith("1 worse, 0 better; 0 otherwise changed")
+    assert pd.read_csv(io.StringIO(csv([cell])))[["rel_l1_a", "rel_l1_b"]].to_numpy().tolist() == [[0.065, 0.116]]
+    back = compared(far, near)
+    assert back.better and not back.worse
+    assert compared(near, record(**SKIPPING | {"rel_l1": None})).found
+
+
+@pytest.mark.parametrize("change", [{"rel_l1": 0.0651}, {"sparsity": 0.4}, {"cosine": 0.9981}])
+def test_a_metric_that_moves_a_little_is_a_change_alone(change: dict[str, float]):
+    cell = compared(record(**SKIPPING), record(**SKIPPING | change))
+    assert cell.found and not cell.worse and not cell.better
+    assert [line.split()[0] for line in changes(cell)] == [*change]
+
+
+def test_a_status_weighs_more_than_a_metric():
+    failed = record(**SKIPPING | {"rel_l1": 0.2}, status="mismatch")
+    assert compared(failed, record(**SKIPPING | {"rel_l1": 0.03}, status="ok")).better
+    assert compared(record(**SKIPPING | {"rel_l1": 0.3}), failed).worse
 
 
 def timed(value: float, low: float, high: float, **values: Any) -> Record:

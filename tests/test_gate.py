@@ -386,3 +386,73 @@ def test_frames_read_from_parquet_compare_too(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", record())
     store.write_tables(run, store.read_records(run))
     assert compare_exact(pd.read_parquet(run / store.PARQUET), store.load(run)) == ()
+
+
+# An approximate kernel: no error ratio, but metrics
+
+SKIPPING: dict[str, Any] = {
+    "kernel": "sparse?topk=0.5", "err_ratio": None, "rel_l1": 0.04, "cosine": 0.9992, "sparsity": 0.5,
+    "skipped_blocks": 8,
+}  # fmt: skip
+
+
+def test_an_approximate_run_passes_against_itself(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", record(**SKIPPING), record("b"))
+    accept(run, tmp_path / "baseline")
+    assert gate(run, tmp_path / "baseline") == ()
+    failing = SKIPPING | {"status": "mismatch", "rel_l1": math.nan, "cosine": math.nan}
+    assert changed(failing, failing) is None
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "fails"),
+    [
+        ("rel_l1", 0.05, False), ("rel_l1", 0.0501, True), ("rel_l1", 0.01, False), ("rel_l1", math.nan, True),
+        ("rel_l1", math.inf, True), ("cosine", 0.9988, False), ("cosine", 0.9987, True), ("cosine", math.nan, True),
+        ("sparsity", 0.48, False), ("sparsity", 0.47, True), ("sparsity", 0.0, True), ("sparsity", 0.9, False),
+    ],
+)  # fmt: skip
+def test_drift_of_an_approximate_kernel(column: str, value: float, fails: bool) -> None:
+    found = changed(SKIPPING, SKIPPING | {column: value})
+    assert (found is not None and found.fails and found.kind == column) is fails
+    assert (found is None) is not fails
+
+
+def test_below_its_floor_the_error_may_move() -> None:
+    exact = SKIPPING | {"rel_l1": 1e-7, "cosine": 1.0}
+    assert changed(exact, exact | {"rel_l1": 9e-4, "cosine": 1 - 9e-7}) is None
+    assert changed(exact, exact | {"rel_l1": 1.1e-3}) is not None
+
+
+def test_a_kernel_that_skips_no_more_or_for_the_first_time_is_seen() -> None:
+    all_kept = SKIPPING | {"err_ratio": 1.2, "rel_l1": 1e-7, "cosine": 1.0, "sparsity": 0.0}
+    assert changed(all_kept, all_kept) is None
+    (less,) = compare([record(**SKIPPING)], [record(**all_kept)])
+    assert (less.kind, less.fails) == ("sparsity", True)
+    kinds = {found.kind for found in compare([record(**all_kept)], [record(**SKIPPING)]) if found.fails}
+    assert kinds == {"rel_l1", "cosine"}
+
+
+def test_an_exact_kernel_does_not_become_approximate_unseen() -> None:
+    found = compare([record()], [record(**SKIPPING | {"kernel": "eager"})])
+    assert ("err_ratio", True) in [(one.kind, one.fails) for one in found]
+
+
+def test_on_another_machine_the_metrics_are_noted_and_a_nan_fails(tmp_path: Path) -> None:
+    accept(folder(tmp_path / "old", record(**SKIPPING)), tmp_path / "baseline")
+    for value, fails in ((0.2, False), (math.nan, True)):
+        run = folder(tmp_path / str(value), record(**SKIPPING | {"rel_l1": value}), environment=replace(HERE, cpu="B"))
+        found = [(one.kind, one.fails) for one in gate(run, tmp_path / "baseline") if one.case_id]
+        assert found == [("rel_l1", fails)]
+
+
+def test_a_baseline_from_before_metrics_were_gated_still_gates(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", record(**SKIPPING), record("b"))
+    accept(run, tmp_path / "baseline")
+    csv = tmp_path / "baseline" / "smoke.csv"
+    pd.read_csv(csv).drop(columns=["rel_l1", "cosine", "sparsity"]).to_csv(csv, index=False)
+    (found,) = gate(run, tmp_path / "baseline")
+    assert (found.kind, found.fails) == ("rel_l1", False)
+    assert "not gated in 1 cell: the baseline has none; accept a new one" in found.message
+    assert "rel_l1 empty -> 0.04" in accept(run, tmp_path / "baseline")
+    assert gate(run, tmp_path / "baseline") == ()

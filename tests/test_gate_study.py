@@ -87,7 +87,7 @@ def test_pytest_benchmark_decides_as_its_command_does(tmp_path):
 
     def run_pytest(head: str, *options: str) -> str:
         done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True,
-                              env=os.environ | {"HEAD": head})  # fmt: skip
+                              env=tools._environment(1) | {"HEAD": head})  # fmt: skip
         return done.stdout + done.stderr
 
     run_pytest("0", "--benchmark-save=base", f"--benchmark-json={tmp_path / 'base.json'}")

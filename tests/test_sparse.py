@@ -172,7 +172,7 @@ def test_a_cdf_near_one_loses_no_block_to_rounding(tau):
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
     window=st.none() | st.integers(1, 40), padding=st.booleans(), seed=st.integers(0, 5),
     options=st.sampled_from(["topk=0", "topk=0.01", "topk=0.5", "cdf=0", "cdf=0.3", "cdf=0.98&sim=0.9", "cdf=0.9&sim=1",
-                             "cdf=0.5&pv=0", "topk=0.3&pv=1&sink=1&smooth=0"]),
+                             "cdf=0.5&pv=0.01", "topk=0.3&pv=1&sink=1&smooth=0"]),
 )  # fmt: skip
 def test_every_row_that_sees_a_key_gets_some(L, extra, causal, heads, window, padding, seed, options):
     q, k, v = draw(L, L + extra, heads=heads[0], kv_heads=heads[1], seed=seed, scale=4.0)
@@ -229,6 +229,65 @@ def test_what_is_not_a_number_is_not_skipped(options):
     k[:, :, 41] = math.nan
     out = harness.attention(q, k, v, kernel=f"sparse?{options}&block_q=16&block_k=8")
     assert bool(out.isnan().all())  # as dense attention: every query sees that key
+
+
+@pytest.mark.parametrize("kernel", ["sparse?topk=0.9", "sparse?topk=0.1", "sparse?cdf=0.99&sim=-0.1",
+                                    "sparse_topk?count=4", "sparse_topk?count=1"])  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_infinite_key_is_not_skipped(kernel, causal):
+    q, k, v = draw(64, 64)
+    q = q.abs()
+    k[0, 0, 3, 0] = math.inf
+    options: dict[str, Any] = {"causal": causal, "kernel": f"{kernel}&block_q=8&block_k=8"}
+    out = harness.attention(q, k, v, **options)
+    expected = harness.attention(q, k, v, causal=causal, kernel="eager")
+    assert bool(expected[0, :2, 3:].isnan().all())
+    assert torch.equal(out.isnan(), expected.isnan())
+    finite = k.clone()
+    finite[0, 0, 3, 0] = 0.0
+    # Where nothing infinite is in play, the same blocks are chosen as ever.
+    torch.testing.assert_close(out[1], harness.attention(q, finite, v, **options)[1])
+
+
+# ---- what is hidden does not choose ----------------------------------------------------------------------------------
+
+HIDDEN = ["sparse?topk=0.5", "sparse?topk=0.4&sim=0.1", "sparse?cdf=0.7&sim=0.1", "sparse?cdf=0.7&sim=0.1&smooth=0",
+          "sparse_topk?count=3"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", HIDDEN)
+@pytest.mark.parametrize("filled", [0.0, 1e4, math.nan])
+@pytest.mark.parametrize("form", ["padding", "per head", "bias"])
+def test_what_is_behind_a_mask_chooses_nothing(kernel, filled, form):
+    q, k, v = draw(70, 70, scale=3.0)
+    mask = torch.ones(2, 4, 1, 70, dtype=torch.bool)
+    mask[1, :, :, 41:] = False
+    if form == "per head":  # which the other head of its group sees
+        mask[0, 0, :, 11:14] = False
+    given = mask[:, :1] if form == "padding" else mask
+    given = torch.zeros(given.shape).masked_fill(~given, -math.inf) if form == "bias" else given
+    options: dict[str, Any] = {"mask": given, "kernel": f"{kernel}&block_q=8&block_k=8"}
+    expected = harness.attention(q, k, v, **options)
+    k[1, :, 41:], v[1, :, 41:] = filled, filled
+    assert torch.equal(harness.attention(q, k, v, **options), expected)
+    if form == "per head" and "sparse?" in kernel:  # with sparse_topk a group's heads choose together
+        k[0, 0, 11:14] = 1e4
+        assert torch.equal(harness.attention(q, k, v, **options)[0, 0], expected[0, 0])
+
+
+@pytest.mark.parametrize("kernel", HIDDEN[:-1])
+def test_padding_is_as_if_it_were_not_there(kernel):
+    """Also in how many blocks a share of them is."""
+    q, k, v = (t.double() for t in draw(70, 70, scale=3.0))
+    mask = torch.arange(70) < 41
+    whole = find_kernel(f"{kernel}&block_q=8&block_k=8")
+    short = find_kernel(f"{kernel}&block_q=8&block_k=8")
+    padded = harness.attention(q, k, v, mask=mask, kernel=whole)
+    torch.testing.assert_close(padded, harness.attention(q, k[:, :, :41], v[:, :, :41], kernel=short))
+    assert whole.tally is not None and short.tally is not None
+    found = whole.tally.take()
+    assert found.skipped > 0
+    assert (found.kept, found.visible) == dataclasses.astuple(short.tally.take())[:2]
 
 
 def test_threads_and_batches_change_nothing(monkeypatch):
@@ -416,6 +475,31 @@ def test_blocks_are_counted():
     assert count.sparsity == pytest.approx(1 - count.kept / 20)
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_call_that_the_shield_repeats_is_counted_once(taken):
+    """Also by who takes the count after each run of the kernel."""
+    q, k, v = draw(64, 64, heads=2, kv_heads=2, batch=1)
+    v[:, :, 40:] = math.nan
+    mask = torch.arange(64) < 40
+    kernel = find_kernel("sparse?topk=0.5&block_q=16&block_k=16")
+    tally, runs, counts = kernel.tally, [], []
+    assert tally is not None
+
+    def run(*given):
+        runs.append(kernel.run(*given))
+        counts.extend([tally.take()] if taken else [])
+        return runs[-1]
+
+    for _ in range(2):
+        harness.attention(q, k, v, mask=mask, kernel=dataclasses.replace(kernel, run=run))
+    assert len(runs) == 4  # or nothing is tested here
+    count = sum(counts, start=tally.take())
+    assert (count.visible, count.total) == (2 * 2 * 4 * 3, 2 * 2 * 16)
+    if not taken:
+        harness.attention(q, k, v.nan_to_num(), mask=mask, kernel=kernel)
+        assert (tally.calls, tally.take().visible) == (1, 2 * 4 * 3)
+
+
 def test_each_look_up_counts_for_itself():
     one, other = find_kernel("sparse"), find_kernel("sparse")
     harness.attention(*draw(8, 8), kernel=one)
@@ -432,6 +516,8 @@ def test_each_look_up_counts_for_itself():
     ("sparse?topk=half", "topk = 'half' must be a number"),
     ("sparse?block_q=1.5", "block_q = '1.5' must be a whole number"),
     ("sparse?sink=maybe", "must be 0 or 1"),
+    ("sparse?topk=0.5&pv=0", "pv = '0' must be a number above 0"),
+    ("sparse_window?window=-1", "window = '-1' must be a whole number of at least 0"),
     ("sparse?topk=0.5&topk=0.6", "given twice"),
     ("sparse?topk=0.5&cdf=0.9", "either topk or cdf"),
     ("sparse?topk", "name?option=value"),

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from harness.kernels import threads
 from harness.kernels.threads import spread
 
 ROOMS = [torch.empty(1), torch.empty(1)]
@@ -56,6 +57,7 @@ def test_a_failure_is_told_and_ends_the_work():
 
 def test_new_threads_still_get_the_process_s_number():
     before, seen = torch.get_num_threads(), []
+    threads._crew.cache_clear()  # an earlier test may have made one, and set another number since
     spread(lambda room, pieces: [*pieces].clear(), ROOMS, range(4))
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()

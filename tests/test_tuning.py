@@ -193,6 +193,14 @@ def test_it_is_deterministic_and_told_layer_by_layer(tuned: Tuned, tmp_path: Pat
     assert model.training
 
 
+def test_what_is_saved_does_not_depend_on_the_number_of_threads(tuned: Tuned):
+    """Measured numbers have six digits: with other threads sums of float32 differ from the seventh or eighth on."""
+    for layer in tuned.layers.values():
+        for one in layer:
+            for value in (one.rel_l1, one.sparsity, one.pv_skipped):
+                assert value == float(f"{value:.6g}")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -297,6 +305,11 @@ def head(document: dict[str, Any]) -> dict[str, Any]:
         (lambda d: head(d).update(rel_l1=float("nan")), "rel_l1: "),
         (lambda d: head(d).pop("options"), "options: Field required"),
         (lambda d: d.update(l1="much"), "l1: "),
+        (lambda d: d.update(kernel="eager"), "kernel: 'eager' has no thresholds"),
+        (lambda d: head(d)["options"].update(topk=7), f"layers.{LAYERS[0]}, head 0: topk = '7' must be a number from"),
+        (lambda d: head(d)["options"].update(depth=3), f"layers.{LAYERS[0]}, head 0: kernel sparse has no option"),
+        (lambda d: head(d)["options"].update(cdf=0.5), f"layers.{LAYERS[0]}, head 0: give either topk or cdf"),
+        (lambda d: d["options"].update(block_q=0), f"layers.{LAYERS[0]}, head 0: block_q = '0' must be a whole"),
     ],
 )
 def test_bad_files_are_refused(tuned: Tuned, tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str):
@@ -308,7 +321,13 @@ def test_bad_files_are_refused(tuned: Tuned, tmp_path: Path, change: Callable[[d
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a: [", "is not YAML"), ("just words", "must be a mapping"), ("", "must be a mapping")]
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("just words", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("[" * 20_000, "nested too deeply"),
+    ],
 )
 def test_what_is_no_such_file_is_refused(tmp_path: Path, text: str, message: str):
     (tmp_path / "tuned.yaml").write_text(text)
@@ -379,6 +398,32 @@ def test_tuned_on_the_command_line_and_verified(
     assert main(["verify", "mine.py:deeper", "--tuned", "tuned.yaml", "--out", "other"]) == 2
     assert "tuned for mine.py:build (Encoder) with 2 layers" in capsys.readouterr().err
     assert not Path("other").exists()
+
+
+def test_a_bad_option_in_the_file_exits_2(
+    tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text(changed(tuned.model_dump(mode="json"), lambda d: head(d)["options"].update(topk=7)))
+    assert main(["verify", "llama", "--tuned", "bad.yaml"]) == 2
+    assert f"bad.yaml: layers.{LAYERS[0]}, head 0: topk = '7'" in capsys.readouterr().err
+    bad = tuned.model_copy(update={"kernel": "eager"})  # from no file
+    model, inputs = smooth_encoder()
+    with pytest.raises(TuningError, match="kernel: 'eager' has no thresholds"):
+        verify(model, inputs=inputs, tuned=bad)
+
+
+def test_an_interrupt_says_that_nothing_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.tuning.search.tune", interrupted)
+    assert main(["tune-sparse", "llama"]) == 130
+    assert capsys.readouterr().err == "harness: interrupted; tuned.yaml was not written: only a whole model is\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

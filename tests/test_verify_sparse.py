@@ -21,6 +21,7 @@ from harness.kernels.front import find_kernel
 from harness.kernels.tally import BlockCount, Tally
 from harness.swaps import swap
 from harness.tuning.file import Head, Options, Tuned
+from harness.tuning.fingerprint import fingerprint
 from harness.verify import Verification, verify
 from harness.verify.metering import Meter
 from tests import verify_models
@@ -103,7 +104,7 @@ def test_the_one_layer_that_is_too_sparse_is_named():
 
 def test_the_end_has_a_limit_of_its_own():
     found = encoder(kernel=f"sparse?topk=0.7&{SMALL}", budget={"rel_l1": 10.0, "end_rel_l1": 1e-4})
-    assert failed(found, "forward").startswith("the model's end, though no layer is,: relative L1 ")
+    assert failed(found, "forward").startswith("the model's end, though each layer is within its limit: relative L1 ")
 
 
 @pytest.mark.parametrize("name", ["llama", "wan"])
@@ -127,6 +128,69 @@ def test_a_kernel_that_skipped_nothing_must_be_equal_whatever_the_budget():
     # The same kernel within the budget where it says that it left something out: products with values count as well.
     for count in (A_QUARTER, BlockCount(4, 4, 4, pv_skipped=1)):
         assert encoder(kernel=skipping(off, count)).verdict == "within budget"
+
+
+def test_a_layer_that_skipped_nothing_must_be_equal_though_others_skip():
+    """The error of 1.06 would be within the budget of a layer that left something out."""
+    factor = [1.0]
+
+    def of_layer(number: int, count: BlockCount) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+            out, weights = eager(q, k, v, call)
+            return out * (factor[0] if number == 0 else 1.0), weights
+
+        return skipping(run, count)
+
+    def give_layers_their_own(model: nn.Module) -> None:
+        for number, meter in enumerate(seen):
+            meter.kernel = of_layer(number, BlockCount(4, 4, 4) if number == 0 else A_QUARTER)
+
+    seen: list[Meter] = []
+    with pytest.MonkeyPatch.context() as patch:
+        made = Meter.__init__
+
+        def noted(self: Meter, kernel: Kernel) -> None:
+            made(self, kernel)
+            seen.append(self)
+
+        patch.setattr(Meter, "__init__", noted)
+        for factor[0], verdict in ((1.0, "within budget"), (1.06, "beyond budget")):
+            seen.clear()
+            found = encoder(kernel=skipping(eager), tamper=give_layers_their_own)
+            assert len(seen) == 3
+            assert found.verdict == verdict, found.steps
+    message = failed(found, "forward")
+    wanted = "encoder.layers.0.self_attn: a call that skipped no block must equal dense attention: error "
+    assert message.startswith(wanted)
+    assert list(found.layers["status"]) == ["mismatch", "ok", "ok", "ok"]
+
+
+def tuned_encoder(topk: float = 0.7, **values: Any) -> Tuned:
+    heads: tuple[Head, ...] = (Head(options={"topk": topk}, rel_l1=0.0, sparsity=0.0),) * 4
+    layers = {f"encoder.layers.{i}.self_attn": heads for i in range(3)}
+    given: dict[str, Any] = {"weights": fingerprint(verify_models.Encoder()), "l1": 0.07}
+    options: Options = {"block_q": 4, "block_k": 4}
+    return Tuned(family="e", model="E", kernel="sparse", options=options, layers=layers, **(given | values))
+
+
+def test_a_tuned_file_does_not_set_its_own_verdict():
+    lenient = {"end_rel_l1": 10.0}
+    message = failed(encoder(tuned=tuned_encoder(0.3, l1=1e6), budget=lenient), "forward")
+    assert "is beyond 0.08 " in message
+    assert "limits: layer 0.08 (the tuned file's), end 10 (given); tuned for 1e+06, which is looser" in message
+    allowed = encoder(tuned=tuned_encoder(0.3, l1=0.9), budget=lenient | {"rel_l1": 0.9})
+    assert allowed.step("forward").message.endswith("limits: layer 0.9 (given), end 10 (given)")
+    assert allowed.passed
+    usual = encoder(tuned=tuned_encoder(0.3, l1=0.05, pv_l1=0.06), budget=lenient)
+    assert "limits: layer 0.07 (default), end 10 (given)" in failed(usual, "forward")
+
+
+def test_thresholds_of_other_weights_are_told():
+    generous = {"budget": GENEROUS}
+    ours = encoder(tuned=tuned_encoder(), **generous).step("swap").message
+    theirs = encoder(tuned=tuned_encoder(weights="sha256:0000"), **generous).step("swap").message
+    assert "warning" not in ours
+    assert re.search(r"; warning: tuned on other weights \(sha256 0000, this model's [0-9a-f]{8}\)$", theirs)
 
 
 def test_default_blocks_are_longer_than_a_tiny_model_and_that_is_told():

@@ -2,12 +2,13 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from harness.arguments import override
 from harness.console import terminal
 from harness.errors import BadInput
-from harness.exits import EQUAL
+from harness.exits import EQUAL, INTERRUPTED
 from harness.families.names import family_names
 
 HELP = "find how much attention each layer and head of a model can leave out"
@@ -70,17 +71,21 @@ def execute(options: argparse.Namespace) -> int:
 
     console = terminal()
     console.quiet = options.quiet
-    found = tune(
-        options.target,
-        kernel=options.kernel,
-        by=options.by,
-        l1=options.l1,
-        pv_l1=None if options.no_pv else options.pv_l1,
-        config=dict(options.config),
-        path=options.path,
-        seed=options.seed,
-        on_layer=lambda layer: print_layer(layer, console, every_head=options.verbose),
-    )
+    try:
+        found = tune(
+            options.target,
+            kernel=options.kernel,
+            by=options.by,
+            l1=options.l1,
+            pv_l1=None if options.no_pv else options.pv_l1,
+            config=dict(options.config),
+            path=options.path,
+            seed=options.seed,
+            on_layer=lambda layer: print_layer(layer, console, every_head=options.verbose),
+        )
+    except KeyboardInterrupt:
+        print(f"harness: interrupted; {options.out} was not written: only a whole model is", file=sys.stderr)
+        return INTERRUPTED
     file.save(found, options.out)
     print_tuned(found, options.out, console)
     return EQUAL

@@ -10,7 +10,7 @@ import yaml
 
 from harness import store
 from harness.environment import Environment
-from harness.gate.columns import BASELINE_COLUMNS, GATED, PEAK, counted, rows, same, show
+from harness.gate.columns import BASELINE_COLUMNS, GATED, METRICS, PEAK, counted, rows, same, show
 from harness.gate.finding import GateError
 
 
@@ -72,8 +72,9 @@ def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provena
         raise GateError(f"the baseline {csv} or {about.name} is broken: {error}") from error
     if provenance.suite != suite:
         raise GateError(f"{csv} is the baseline of suite {provenance.suite!r}, not of {suite!r}; rename one of them")
-    if PEAK not in frame.columns:  # accepted before peak memory was gated
-        frame[PEAK] = pd.Series(pd.NA, index=frame.index, dtype=store.dtype(PEAK))
+    for name in (*METRICS, PEAK):
+        if name not in frame.columns:  # accepted before it was gated
+            frame[name] = pd.Series(None, index=frame.index, dtype=store.dtype(name))
     return frame, provenance
 
 
@@ -104,7 +105,8 @@ def _paths(suite: str, baseline_dir: Path) -> tuple[Path, Path]:
 def _baseline_table(run: pd.DataFrame) -> pd.DataFrame:
     frame = run[list(BASELINE_COLUMNS)].sort_values("case_id", ignore_index=True)
     # Four digits: enough for a factor of two, few enough that a diff shows changes and not dust.
-    frame["err_ratio"] = [float(f"{value:.4g}") for value in frame["err_ratio"]]
+    for name, digits in (("err_ratio", 4), ("rel_l1", 4), ("sparsity", 4), ("cosine", 7)):  # a cosine is close to 1
+        frame[name] = [float(f"{value:.{digits}g}") for value in frame[name]]
     return frame
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness import store
+from harness.gate.approximate import compare_approximate, is_without_ratio, ungated
 from harness.gate.baseline import Provenance, accept, config_hash, read_baseline, suite_name
 from harness.gate.columns import EXACT, GATED, PEAK, Row, counted, rows, same, show
 from harness.gate.finding import Finding, GateError
@@ -88,7 +89,7 @@ def compare_exact(run: pd.DataFrame, baseline: pd.DataFrame, *, moved: tuple[str
             findings.append(_new(case_id, after[case_id]))
         else:
             findings += _compare_cell(case_id, before[case_id], after[case_id], moved)
-    findings += _no_peak(before, after)
+    findings += [*_no_peak(before, after), *ungated(before, after)]
     return tuple(sorted(findings, key=lambda finding: not finding.fails))
 
 
@@ -118,6 +119,7 @@ def _compare_cell(case_id: str, before: Row, after: Row, moved: tuple[str, ...])
             findings.append(Finding(case_id, "err_ratio", lost, True))  # no machine turns a ratio into nothing
     elif drift := _drift(before["err_ratio"], after["err_ratio"]):
         findings.append(Finding(case_id, "err_ratio", drift + excuse, not moved))
+    findings += compare_approximate(case_id, before, after, excuse=excuse)
     if growth := _growth(before, after):
         findings.append(Finding(case_id, PEAK, growth + excuse, not moved))
     elif not pd.isna(after[PEAK]) and not pd.isna(before[PEAK]) and after[PEAK] < before[PEAK]:
@@ -129,6 +131,8 @@ def _compare_cell(case_id: str, before: Row, after: Row, moved: tuple[str, ...])
 def _lost_ratio(before: Row, after: Row) -> str | None:
     if pd.isna(before["err_ratio"]) and _rank(after["status"]) >= _rank("unsupported"):
         return None  # a cell that never compared anything has no ratio
+    if is_without_ratio(before, after):
+        return None
     return f"{show(before['err_ratio'])} -> not a number"
 
 

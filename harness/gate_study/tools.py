@@ -190,7 +190,9 @@ def run_script(name: str, root: Path, request: Mapping[str, Any]) -> str:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    return os.environ | SPINNING | {"OMP_NUM_THREADS": str(threads)}
+    # pytest-benchmark does not time in a worker of xdist, nor in what such a worker starts.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return inherited | SPINNING | {"OMP_NUM_THREADS": str(threads)}
 
 
 def _finish(done: "subprocess.CompletedProcess[str]") -> str:

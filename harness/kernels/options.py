@@ -29,6 +29,7 @@ class Option:
     about: str
     low: float = -math.inf
     high: float = math.inf
+    above: bool = False  # `low` itself is too little
 
     def read(self, text: str) -> Value:
         """Raises ValueError for what it is not."""
@@ -38,7 +39,7 @@ class Option:
         if self.kind is str:
             return value
         number = float(value)
-        if not self.low <= number <= self.high:  # NaN is never within
+        if not self.low <= number <= self.high or (self.above and number == self.low):  # NaN is never within
             raise ValueError(text)
         return value
 
@@ -50,7 +51,8 @@ class Option:
             return "must be text"
         kind = "a whole number" if self.kind is int else "a number"
         if math.isinf(self.high):
-            return f"must be {kind}" + ("" if math.isinf(self.low) else f" of at least {self.low:g}")
+            least = f" above {self.low:g}" if self.above else f" of at least {self.low:g}"
+            return f"must be {kind}" + ("" if math.isinf(self.low) else least)
         return f"must be {kind} from {self.low:g} to {self.high:g}"
 
 
@@ -65,7 +67,10 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
         "cdf": Option(float, "instead of topk: share of the pooled softmax that is kept; 1 is exact", 0, 1),
         "sim": Option(float, "blocks less alike than this are always kept (-0.1 with topk, 0.6 with cdf)", -1, 1),
         "pv": Option(
-            float, "nats below the highest score from which values are skipped (off with topk, 50 with cdf)", 0
+            float,
+            "nats below the highest score from which values are skipped (off with topk, 50 with cdf)",
+            0,
+            above=True,  # at 0 the highest score itself is that far below
         ),
         "sink": Option(bool, "keep the first block of keys (0)"),
         "smooth": Option(bool, "subtract the mean key before choosing (1)"),

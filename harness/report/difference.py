@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
 from rich.text import Text
 
 from harness.difference import WEIGHTS, Difference, Row
+from harness.gate.columns import METRICS
 from harness.report import story
 from harness.report.format import ABSENT, interval, is_absent, plain, plural, ratio, small
 from harness.report.page import Run
@@ -20,7 +22,16 @@ NOTE = (
     "apart and not compared; a change of x ref is listed where the intervals share no number."
 )
 STYLES = {"worse": "red", "better": "green"}
-NUMBERS = ("status", "err_ratio", "max_abs_err", *WEIGHTS, "latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
+NUMBERS = (
+    "status",
+    "err_ratio",
+    "max_abs_err",
+    *METRICS,
+    *WEIGHTS,
+    "latency_ratio",
+    "latency_ratio_lo",
+    "latency_ratio_hi",
+)
 
 
 def print_differences(
@@ -88,6 +99,10 @@ def changes(cell: Difference) -> list[str]:
             # From or to nothing or infinity there is no factor to tell.
             known = factor is not None and 0 < factor < math.inf
             lines.append(f"{title} {text(pair[0])} -> {text(pair[1])}" + (f" (x{ratio(factor)})" if known else ""))
+    for name, (a, b) in cell.metrics.items():
+        factor = cell.metric_factor if name == "rel_l1" else None
+        known = factor is not None and 0 < factor < math.inf
+        lines.append(f"{name} {_digits(a)} -> {_digits(b)}" + (f" (x{ratio(factor)})" if known else ""))
     lines += [f"{name} {_number(a)} -> {_number(b)}" for name, (a, b) in cell.weights.items()]
     if cell.speed_factor is not None:
         sides = " -> ".join(_speed(row) for row in (cell.before, cell.after))
@@ -127,6 +142,10 @@ def _runs(runs: tuple[Run, Run]) -> list[str]:
 
 def _speed(row: Row) -> str:
     return f"{ratio(row['latency_ratio'])} ({interval(row['latency_ratio_lo'], row['latency_ratio_hi'])})"
+
+
+def _digits(value: Any) -> str:
+    return ABSENT if is_absent(value) else f"{value:.4g}"
 
 
 def _number(value: object) -> str:

@@ -21,6 +21,7 @@ LEGEND = (
     "output, and cosine of both, against the reference in float64.",
     "x dense: latency over that of the tiled kernel in the same blocks, on the same inputs, with its 95 % interval.",
 )
+UNTIMED = LEGEND[:1]
 PARTS = ("variant", "seq_len", "mask", "phase", "dtype", "batch", "embed_dim")  # of a cell's name
 DROPPED = ("interval", "cosine", "PV skipped")  # in this order where the terminal is too narrow
 Entry = dict[str, Any]
@@ -60,6 +61,11 @@ def columns(records: Sequence[Record], *, short: bool = False) -> list[Column]:
     return described
 
 
+def legend(shown: Sequence[Column]) -> tuple[str, ...]:
+    """Of the columns that are shown."""
+    return LEGEND if any(column.title == "x dense" for column in shown) else UNTIMED
+
+
 def sparsity_markdown(folder: Path) -> list[str]:
     """The section of summary.md, as its parts; none where no kernel was approximate."""
     found = columns(store.read_records(folder))
@@ -67,7 +73,7 @@ def sparsity_markdown(folder: Path) -> list[str]:
         return []
     rows = zip(*([text(cell) for cell in column.cells] for column in found), strict=True)
     table = markdown_table([column.title for column in found], rows, [column.left for column in found])
-    return [f"## {TITLE}", table, "<br>".join(LEGEND)]
+    return [f"## {TITLE}", table, "<br>".join(legend(found))]
 
 
 def print_sparsity(folder: Path, console: Console) -> None:
@@ -83,7 +89,7 @@ def print_sparsity(folder: Path, console: Console) -> None:
             table = table_of(found, title=TITLE)
     console.print()
     console.print(table)
-    for line in LEGEND:
+    for line in legend(found):
         console.print(Text(line, "dim"), highlight=False)
 
 

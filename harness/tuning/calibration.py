@@ -1,7 +1,6 @@
 """What each layer's attention is given while a model runs its calibration batches."""
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,12 +89,3 @@ class HeadMeasured(Measured):
 
 def batches_of(family: Family, model: nn.Module, seed: int) -> Mapping[str, Batch]:
     return family.batches(model, torch.Generator().manual_seed(seed))
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Of every parameter's name, shape and bits."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return f"sha256:{digest.hexdigest()}"

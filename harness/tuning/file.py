@@ -1,12 +1,15 @@
 """Tuned thresholds as a YAML file: plain data, checked when it is read."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import BadInput
+from harness.kernels.options import OPTIONS, BadOption, read_options
 
 VERSION = 1
 
@@ -68,16 +71,40 @@ def load(path: str | Path) -> Tuned:
         raise TuningError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
         raise TuningError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise TuningError(f"{path}: holds no tuned thresholds: it is nested too deeply") from None
     if not isinstance(document, dict):
         raise TuningError(f"{path}: holds no tuned thresholds: must be a mapping, as `harness tune-sparse` writes it")
     if document.get("version") != VERSION:
         raise TuningError(f"{path}: version {document.get('version')!r}: must be {VERSION}")
     try:
-        return Tuned.model_validate(_with_tuples(document))
+        tuned = Tuned.model_validate(_with_tuples(document))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise TuningError(f"{path}: {place}: {first['msg']}") from error
+    try:
+        refuse_bad_options(tuned)
+    except TuningError as error:
+        raise TuningError(f"{path}: {error}") from error
+    return tuned
+
+
+def refuse_bad_options(tuned: Tuned) -> None:
+    """Before a model is loaded, and with the layer and the head."""
+    if tuned.kernel not in OPTIONS:
+        raise TuningError(f"kernel: {tuned.kernel!r} has no thresholds; those that have: {', '.join(OPTIONS)}")
+    for layer, heads in tuned.layers.items():
+        for number, head in enumerate(heads):
+            try:
+                read_options(kernel_name(tuned.kernel, {**tuned.options, **head.options}))
+            except BadOption as error:
+                raise TuningError(f"layers.{layer}, head {number}: {error.rule}") from error
+
+
+def kernel_name(name: str, options: Mapping[str, Any]) -> str:
+    """With its options as they are written behind it: `sparse?topk=0.5`."""
+    return f"{name}?{urlencode(options)}" if options else name
 
 
 def _with_tuples(document: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlencode
 
 import torch
 from torch import Tensor
@@ -11,12 +10,11 @@ from torch import Tensor
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import find_kernel
 from harness.kernels.tally import Tally
-from harness.tuning.file import TuningError
+from harness.tuning.file import TuningError, kernel_name
 
 
 def kernel_with(name: str, options: Mapping[str, Any]) -> Kernel:
-    """The kernel of that name, its options as they are written behind it: `sparse?topk=0.5`."""
-    return find_kernel(f"{name}?{urlencode(options)}" if options else name)
+    return find_kernel(kernel_name(name, options))
 
 
 def head_slice(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, heads: Sequence[int]) -> tuple[Any, ...]:

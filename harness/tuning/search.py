@@ -21,8 +21,9 @@ from harness.kernels.options import read_options, split_name
 from harness.state import preserved
 from harness.swaps import SwapReport, swap
 from harness.tuning.bisection import Choice, sparsest_within
-from harness.tuning.calibration import HeadMeasured, Recorder, Seen, batches_of, fingerprint, measure, run_batches
+from harness.tuning.calibration import HeadMeasured, Recorder, Seen, batches_of, measure, run_batches
 from harness.tuning.file import Head, Options, Tuned, TuningError
+from harness.tuning.fingerprint import fingerprint
 from harness.tuning.heads import HeadKernels
 from harness.verify.steps import subject
 
@@ -180,11 +181,16 @@ class _Search:
         assert isinstance(found, HeadMeasured)
         return Head(
             options=options,
-            rel_l1=found.error,
-            sparsity=found.block_sparsity,
-            pv_skipped=found.pv_skipped,
+            rel_l1=_rounded(found.error),
+            sparsity=_rounded(found.block_sparsity),
+            pv_skipped=_rounded(found.pv_skipped),
             monotone=monotone and choice.monotone,
         )
+
+
+def _rounded(value: float) -> float:
+    """Six digits: sums of float32 depend on the number of threads from the seventh on, and the file must not."""
+    return float(f"{value:.6g}")
 
 
 def _with(options: Options, option: str, threshold: float) -> Options:

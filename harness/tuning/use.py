@@ -44,6 +44,7 @@ def tuned_name(kernel: str) -> Path | None:
 
 def placeholder(tuned: Tuned) -> Kernel:
     """What stands in each layer until `give_layers_their_own` tells which layer it is."""
+    file.refuse_bad_options(tuned)  # also of those that come from no file
 
     def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:
         raise Unsupported("tuned thresholds belong to the layers of a model: use harness.tuning.use.swap_tuned")

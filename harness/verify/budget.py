@@ -7,6 +7,8 @@ from typing import Any
 
 from harness.errors import BadInput
 
+LOOSEST_TUNED = 0.08  # SpargeAttn's, with a PV threshold
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -14,6 +16,14 @@ class Budget:
 
     rel_l1: float = 0.07  # of each layer's attention, against dense attention on the same q, k and v
     end_rel_l1: float = 0.08  # of the model's output, against the original model's
+
+    @classmethod
+    def for_tuned(cls, limit: float) -> "Budget":
+        """Thresholds are held to what they were tuned for, as far as SpargeAttn's own budgets go.
+
+        A file could else set its own verdict: what is looser must be asked for.
+        """
+        return cls(rel_l1=max(cls.rel_l1, min(limit, LOOSEST_TUNED)))
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, default: "Budget | None" = None) -> "Budget":

@@ -26,6 +26,7 @@ from harness.state import preserved
 from harness.swaps import SwapReport, swap
 from harness.tuning import file as tuning_file
 from harness.tuning.file import Tuned, TuningError
+from harness.tuning.fingerprint import fingerprint
 from harness.tuning.use import give_layers_their_own, placeholder, tuned_name
 from harness.verify.approximation import compare_approximate
 from harness.verify.budget import Budget
@@ -91,9 +92,21 @@ def verify(
 
 
 def _budget(given: Mapping[str, float], tuned: Tuned | None) -> Budget:
-    """Tuned thresholds are held to what they were tuned for."""
-    default = Budget() if tuned is None else Budget(rel_l1=max(Budget().rel_l1, tuned.limit))
+    default = Budget() if tuned is None else Budget.for_tuned(tuned.limit)
     return Budget.of(given, default=default)
+
+
+def _limits_told(limits: Budget, tuned: Tuned | None) -> str:
+    """With where they come from."""
+    default = Budget()
+    layer, end = ("default" if is_default else "given" for is_default in
+                  (limits.rel_l1 == default.rel_l1, limits.end_rel_l1 == default.end_rel_l1))  # fmt: skip
+    if layer == "given" and tuned is not None and limits.rel_l1 == Budget.for_tuned(tuned.limit).rel_l1:
+        layer = "the tuned file's"
+    told = f"limits: layer {limits.rel_l1:g} ({layer}), end {limits.end_rel_l1:g} ({end})"
+    if tuned is not None and tuned.limit > limits.rel_l1:
+        told += f"; tuned for {tuned.limit:g}, which is looser: --budget rel_l1={tuned.limit:g} allows it"
+    return told
 
 
 def subject(
@@ -128,6 +141,14 @@ def subject(
         return model, family_of_model(spec, model, given)
 
     return spec, build
+
+
+def _other_weights(tuned: Tuned, model: nn.Module) -> str:
+    """Thresholds of a fine-tuned sibling may do; that they are not this model's own must be known."""
+    if (found := fingerprint(model)) == tuned.weights:
+        return ""
+    theirs, ours = (text.removeprefix("sha256:")[:8] or "none" for text in (tuned.weights, found))
+    return f"; warning: tuned on other weights (sha256 {theirs}, this model's {ours})"
 
 
 class _Stopped(Exception):
@@ -224,7 +245,8 @@ class _Run:
                 self.meters = attach_meters(report)
             self.swapped = len(report.swapped)
             problem = problem_of_swap(model, swapped, report, self.structure.attentions)
-            end("failed" if problem else "passed", problem or describe_swap(report, parameters_of(swapped)))
+            warning = "" if self.tuned is None else _other_weights(self.tuned, model)
+            end("failed" if problem else "passed", (problem or describe_swap(report, parameters_of(swapped))) + warning)
         return swapped, report
 
     def _forward(self, model: nn.Module, swapped: nn.Module, report: SwapReport) -> None:
@@ -239,7 +261,8 @@ class _Run:
                 )
                 self.count = approximation.count if approximation.skipped_any else None
             self.judged += found.judged
-            end("failed" if found.problem else "passed", found.problem or found.summary)
+            limits = f"; {_limits_told(self.budget, self.tuned)}" if self.count is not None else ""
+            end("failed" if found.problem else "passed", (found.problem or found.summary) + limits)
 
     def _generate(self, model: nn.Module, swapped: nn.Module, report: SwapReport) -> None:
         assert self.family is not None

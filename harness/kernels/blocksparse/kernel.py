@@ -1,13 +1,17 @@
 """A selector and the engine as a kernel that counts what it leaves out."""
 
+import functools
+import math
+
+import torch
 from torch import Tensor
 
 from harness.kernels.blocksparse.alone import alone
-from harness.kernels.blocksparse.engine import block_sparse, refuse
+from harness.kernels.blocksparse.engine import block_sparse, expanded, refuse
 from harness.kernels.blocksparse.selectors import Selector
 from harness.kernels.blocksparse.sight import Blocks, covered
 from harness.kernels.call import AttentionCall, Kernel
-from harness.kernels.tally import Tally
+from harness.kernels.tally import Choice, Tally
 
 
 def block_sparse_kernel(
@@ -22,7 +26,12 @@ def block_sparse_kernel(
             return q.new_zeros(*q.shape[:3], v.shape[3]), None
         keep = alone(lambda: choose(selector, q, k, call, blocks=blocks))
         out, count = block_sparse(q, k, v, call, keep, blocks=blocks, pv=pv)
-        tally.add(count)
+        choice = Choice(functools.partial(expanded, keep, blocks, q.shape[2], k.shape[2]), pv)
+        # As the shield asks, which would run the same call once more.
+        is_spoilt = call.hides and not math.isfinite(
+            float(out.sum(dtype=torch.promote_types(out.dtype, torch.float32)))
+        )
+        tally.add(count, choice=choice, call=call, is_spoilt=is_spoilt)
         return out, None
 
     return Kernel(name, run, approximate=not exact, tally=tally)
