@@ -14,7 +14,7 @@ from harness.approximate import Metrics
 from harness.case import Case
 from harness.config import ConfigError, load_suite
 from harness.document import REGIMES, STRUCTURES, Accuracy, Timing
-from harness.kernels.blocksparse import engine
+from harness.kernels.blocksparse import engine, sight
 from harness.kernels.call import Kernel
 from harness.kernels.front import find_kernel
 from harness.measure import measure
@@ -151,7 +151,7 @@ def test_right_kernels_are_right_in_what_they_keep(kernel, axes):
 
 
 def sees_a_key_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = engine.reach
+    own = sight.reach
     monkeypatch.setattr(engine, "reach", lambda call: (own(call)[0], 1 if call.causal else own(call)[1]))
 
 
