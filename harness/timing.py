@@ -48,8 +48,13 @@ def interleave(
     max_blocks: int,
     seed: int,
     sample_s: float = SAMPLE_S,
+    warm_up: bool = False,
 ) -> dict[str, list[float]]:
-    """Seconds per call, one sample per side and block; stops at the budget, but not before min_blocks."""
+    """Seconds per call, one sample per side and block; stops at the budget, but not before min_blocks.
+
+    With `warm_up` a sample of several calls comes after one that is not timed, which finds the caches as the side
+    before left them: else a ratio would hang on which other sides there are.
+    """
     order = list(calls)
     shuffle = random.Random(seed).shuffle
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -63,6 +68,8 @@ def interleave(
                 break
             shuffle(order)
             for name in order:
+                if warm_up and repeats[name] > 1:
+                    calls[name]()
                 samples[name].append(_sample(calls[name], repeats[name]))
     finally:
         if was_collecting:

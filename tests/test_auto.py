@@ -20,6 +20,10 @@ from harness.kernels.front import find_kernel
         (4, 1, 4096, {"need_weights": True}, "eager"),
         (256, 64, 4096, {}, "eager"),
         (1024, 1024, 1024, {}, "tiled"),
+        (512, 512, 512, {}, "eager"),  # all scores stay in the cache
+        (512, 512, 512, {"products": 32}, "tiled"),
+        (512, 512, 512, {"slanted": True}, "tiled"),
+        (511, 511, 4096, {"products": 32}, "eager"),
         (1024, 1024, 1024, {"need_weights": True}, "eager"),
         (1024, 1024, 1024, {"trains": True}, "eager"),
         (1024, 1024, 1024, {"trains": True, "slanted": True}, "tiled"),
@@ -27,7 +31,7 @@ from harness.kernels.front import find_kernel
     ],
 )
 def test_the_rule(rows, queries, keys, options, name):
-    asked = {"slanted": False, "trains": False, "need_weights": False} | options
+    asked = {"products": 8, "slanted": False, "trains": False, "need_weights": False} | options
     assert choice.pick(rows, queries, keys, **asked) == name
 
 
@@ -39,7 +43,8 @@ def test_the_rule(rows, queries, keys, options, name):
         (512, 512, {"causal": True}, False, "tiled"),
         (512, 512, {"causal": True}, True, "tiled"),
         (512, 512, {"window": 9}, False, "tiled"),
-        (512, 512, {}, False, "tiled"),
+        (512, 512, {}, False, "eager"),
+        (512, 4096, {}, False, "tiled"),
         (512, 512, {}, True, "eager"),
         (512, 512, {"return_weights": True}, False, "eager"),
     ],

@@ -556,7 +556,7 @@ def test_a_run_passes_the_gate_that_accepted_it_and_fails_a_tampered_one(cli: Co
     failed = cli("gate")
     assert failed.code == 1
     assert failed.out.startswith("gate tiny: FAIL")
-    assert f"params {params - 1} -> {params}" in failed.out
+    assert f"params: {params - 1} -> {params}" in failed.out
     assert frame["case_id"].iloc[0] in failed.out
     assert cli("gate", "--quiet") == Result(1, "", "")
     baseline.write_text("".join(honest.splitlines(keepends=True)[:-1]))

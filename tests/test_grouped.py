@@ -96,7 +96,7 @@ def _as(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 @pytest.mark.parametrize("heads", [(8, 2), (16, 1)])  # K multiplies the queries, and the queries K
 def test_both_orders_of_the_product(heads, monkeypatch):
-    monkeypatch.setattr(grouped, "CACHED_BYTES", 0)
+    monkeypatch.setattr(grouped, "cache_bytes", lambda: 0)
     for layout in ("buffer", "tokens"):
         q, k, v = draw(heads[0], heads[1], 1, 300, layout=layout)
         harness.assert_equivalent(ours, sdpa, (q, k, v))

@@ -75,6 +75,17 @@ def test_samples_are_seconds_per_call_of_their_own_side(world: World):
     assert world.log.count("slow") == WARM_UP + 5
 
 
+def test_a_sample_of_several_calls_may_begin_with_one_that_is_not_timed(world: World):
+    short = 2.0**-12
+    repeats = math.ceil(SAMPLE_S / short)
+    cold = [short] * WARM_UP + [1.0, *[short] * repeats] * 5  # the first call of each sample finds foreign caches
+    sides = {"short": world.takes("short", iter(cold)), "long": world.takes("long", 0.5)}
+    samples = interleave(sides, budget_s=0.001, min_blocks=5, max_blocks=5, seed=0, warm_up=True)
+    assert samples["short"] == pytest.approx([short] * 5, rel=1e-9)
+    assert world.log.count("short") == len(cold)
+    assert world.log.count("long") == WARM_UP + 5
+
+
 def test_a_slow_first_call_is_warm_up_and_no_sample(world: World):
     first_slow = world.takes("a", itertools.chain([50.0], itertools.repeat(0.01)))
     samples = interleave({"a": first_slow}, budget_s=0.01, min_blocks=3, max_blocks=3, seed=0)

@@ -14,7 +14,7 @@ from harness.peak import peak_bytes
 from harness.timing import Ratio, interleave, paired_ratio
 
 SEED = 0
-SAMPLE_S = 4e-3  # a short call is made several times in a row: the first finds in the caches what the side before left
+SAMPLE_S = 4e-3  # a short call is made several times in a row
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def _time(calls: Mapping[str, Callable[[], Tensor]], patience: Patience, *, requ
         max_blocks=patience.max_blocks,
         seed=SEED,
         sample_s=SAMPLE_S,
+        warm_up=True,
     )
 
 

@@ -16,7 +16,15 @@ def auto(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, 
     )
     slanted = call.causal or call.left is not None or call.right is not None
     rows = q.shape[1] // k.shape[1] * q.shape[2]
-    name = pick(rows, q.shape[2], k.shape[2], slanted=slanted, trains=trains, need_weights=call.need_weights)
+    name = pick(
+        rows,
+        q.shape[2],
+        k.shape[2],
+        products=k.shape[0] * k.shape[1],
+        slanted=slanted,
+        trains=trains,
+        need_weights=call.need_weights,
+    )
     return {"eager": eager, "grouped": grouped, "tiled": tiled}[name](q, k, v, call)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.choice import FEW
 from harness.kernels.eager import eager, weigh
+from harness.kernels.tiles import SHARE, cache_bytes
 
 THIN = 8  # rows: fewer are a poor left-hand side, so keys that come from memory multiply them instead
-CACHED_BYTES = 1 << 22  # keys up to this size are taken to be in cache
 PIECE_BYTES = 1 << 22  # of a widened piece: stays in cache between being written and being read
 
 
@@ -49,7 +49,7 @@ def score(queries: Tensor, k: Tensor) -> Tensor:
 
 
 def _is_thin(rows: int, k: Tensor) -> bool:
-    return rows < THIN and k.numel() * k.itemsize > CACHED_BYTES
+    return rows < THIN and k.numel() * k.itemsize > cache_bytes() // SHARE
 
 
 def _folds(t: Tensor) -> bool:

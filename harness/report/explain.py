@@ -50,9 +50,19 @@ def why_kernel(case: Case) -> str:
     kv_heads = case.kv_heads or (1 if is_latent and absorbs(case, queries, case.kv_len) else case.heads)
     rule = MASKS[case.mask]
     rows, slanted = case.heads // kv_heads * queries, rule.causal or rule.window is not None
-    name = pick(rows, queries, case.kv_len, slanted=slanted, trains=case.phase == "train", need_weights=False)
+    products = case.batch * kv_heads
+    name = pick(
+        rows,
+        queries,
+        case.kv_len,
+        products=products,
+        slanted=slanted,
+        trains=case.phase == "train",
+        need_weights=False,
+    )
     kind = "causal or windowed" if slanted else "dense"
-    return f"kernel {name}: {rows} rows over {case.kv_len} keys, {queries} queries, {kind}, {case.phase}"
+    sizes = f"{rows} rows over {case.kv_len} keys, {queries} queries, {kind}, {case.phase}"
+    return f"kernel {name}: {sizes}; {products} such products"
 
 
 def choice_of(case: Case) -> Choice | None:

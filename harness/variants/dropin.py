@@ -105,11 +105,10 @@ class DropInAttention(nn.Module):
             None if causal else attn_mask, key_padding_mask, heads=self.num_heads, dtype=query.dtype
         )
 
-        q, k, v = self._project(query, key, value)  # (B, L, E), (B, S, E), (B, S, E)
-        k, v, mask = self._append_tokens(k, v, mask)
-        heads, weights = self._attend(
-            self._by_head(q), self._by_head(k), self._by_head(v), mask, causal, need_weights
-        )  # (B, H, L, D), (B, H, L, S)
+        q, k, v = self._project(query, key, value)  # (B, H, L, D), (B, H, S, D), (B, H, S, D)
+        if self.bias_k is not None or self.add_zero_attn:
+            k, v, mask = self._append_tokens(k, v, mask)
+        heads, weights = self._attend(q, k, v, mask, causal, need_weights)  # (B, H, L, D), (B, H, L, S)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
         if not batched:
             out = out.squeeze(0)
@@ -124,9 +123,11 @@ class DropInAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keeps which of the three are one tensor: the packed projection of self-attention is one product."""
+        if batched and self.batch_first:
+            return query, key, value
 
         def turn(t: Tensor) -> Tensor:
-            return t.unsqueeze(0) if not batched else t if self.batch_first else t.transpose(0, 1)
+            return t.transpose(0, 1) if batched else t.unsqueeze(0)
 
         q = turn(query)
         k = q if key is query else turn(key)
@@ -139,15 +140,13 @@ class DropInAttention(nn.Module):
 
     def _append_tokens(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """add_bias_kv's learnt token, then add_zero_attn's zero token: after all keys, and visible to all."""
-        if self.bias_k is None and not self.add_zero_attn:
-            return k, v, mask
-        B, S = k.shape[:2]
+        B, _, S, _ = k.shape
         if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.expand(B, 1, -1).to(k.dtype)], dim=1)
-            v = torch.cat([v, self.bias_v.expand(B, 1, -1).to(v.dtype)], dim=1)
+            k = torch.cat([k, self._by_head(self.bias_k).expand(B, -1, 1, -1).to(k.dtype)], dim=2)
+            v = torch.cat([v, self._by_head(self.bias_v).expand(B, -1, 1, -1).to(v.dtype)], dim=2)
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        return k, v, torch_masks.see_more_keys(mask, k.shape[1] - S)
+        return k, v, torch_masks.see_more_keys(mask, k.shape[2] - S)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
@@ -198,6 +197,7 @@ class DropInAttention(nn.Module):
         raise NotImplementedError
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """By head: (B, H, L, D), (B, H, S, D), (B, H, S, D)."""
         raise NotImplementedError
 
     def _in_weights(self) -> list[Tensor]:
@@ -246,7 +246,8 @@ class EagerMultiheadAttention(DropInAttention):
         return [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        by_head = self._by_head
+        return by_head(self.q_proj(query)), by_head(self.k_proj(key)), by_head(self.v_proj(value))
 
     @property
     def in_proj_weight(self) -> Tensor | None:
@@ -319,12 +320,15 @@ class EagerMultiheadAttentionWithInProj(DropInAttention):
         return [weight for weight in weights if weight is not None]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if query is key and key is value and self.in_proj_weight is not None:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        bias = self.in_proj_bias
+        if query is key and key is value and (weight := self.in_proj_weight) is not None:
+            packed = F.linear(query, weight, bias).view(*query.shape[:2], 3, self.num_heads, self.head_dim)
+            q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
             return q, k, v
         w_q, w_k, w_v = self._in_weights()
-        b_q, b_k, b_v = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return F.linear(query, w_q, b_q), F.linear(key, w_k, b_k), F.linear(value, w_v, b_v)
+        b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
+        by_head = self._by_head
+        return by_head(F.linear(query, w_q, b_q)), by_head(F.linear(key, w_k, b_k)), by_head(F.linear(value, w_v, b_v))
 
 
 def bare_linear(in_features: int, out_features: int, *, bias: bool, **place: Any) -> nn.Linear:
