@@ -322,6 +322,7 @@ from harness.gate_study.calibrate import Injection
 from harness.gate_study.decisions import Decision
 
 def stub(task):
+    assert task.base.is_absolute()  # tools run in other folders
     time.sleep(0.05)
     return [((Decision("ours", False, 0.0),), {"verdict": "pass"}) for _ in task.cases]
 
@@ -336,7 +337,7 @@ study.run(plan, Path(sys.argv[1]), console=Console(stderr=True))
 
 
 def test_a_killed_study_goes_on_where_it_stopped(tmp_path):
-    command = [sys.executable, "-c", STUB_STUDY, str(tmp_path)]
+    command = [sys.executable, "-c", STUB_STUDY, os.path.relpath(tmp_path, SOURCE)]
     process = subprocess.Popen(command, cwd=SOURCE, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while len(nights.read(tmp_path)) < 3 and time.monotonic() < deadline:

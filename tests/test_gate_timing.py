@@ -25,9 +25,9 @@ CASE = Case("mha", "eager", 16, 2, 2, 8, 8, 1, "none", "float32", "prefill")
 def times(
     effect: float = 0.0, *, seed: int = 0, rounds: int = 8, noise: float = 0.02, layout: float = 0.01, blocks: int = 8
 ) -> np.ndarray:
-    """Every process of a round has its own luck with memory, every sample its own noise; all else is the effect."""
+    """Every process of a round has its own luck with memory, every sample its own delay; all else is the effect."""
     chance = np.random.default_rng(seed)
-    logs = chance.normal(0, noise, (rounds, blocks, 3)) + chance.normal(0, layout, (rounds, 1, 3))
+    logs = np.abs(chance.normal(0, noise, (rounds, blocks, 3))) + chance.normal(0, layout, (rounds, 1, 3))
     logs[..., HEAD] += math.log1p(effect)
     return 1e-3 * np.exp(logs)
 
@@ -87,6 +87,16 @@ def test_one_wild_round_does_not_move_the_answer() -> None:
     wild = sample.copy()
     wild[3, :, HEAD] *= 10
     assert estimate(wild, seed=0).change == pytest.approx(estimate(sample, seed=0).change, abs=0.006)
+
+
+def test_delays_that_hit_most_samples_of_a_side_do_not_move_the_answer() -> None:
+    calm = times(rounds=10, noise=0.002, layout=0.002)
+    delayed = calm.copy()
+    delayed[:, 1:, HEAD] *= 1.3  # all but one block of each round
+    assert estimate(delayed, seed=0).change == pytest.approx(estimate(calm, seed=0).change, abs=0.004)
+    slower = calm.copy()
+    slower[..., HEAD] *= 1.05  # a slowdown is in all of them
+    assert estimate(slower, seed=0).change == pytest.approx(estimate(calm, seed=0).change + math.log(1.05), abs=1e-9)
 
 
 def test_rounds_are_what_is_independent_not_blocks() -> None:

@@ -24,8 +24,8 @@ from harness.gate.verdicts import TimingSettings
 from harness.gate.versions import Version
 from harness.kernels.names import is_plugin
 
-SAMPLE_S = 4e-3  # a sample makes calls for about this long
-FEWEST_CALLS, MOST_CALLS = 8, 200
+SAMPLE_S = 2e-3  # a sample makes calls for about this long
+FEWEST_CALLS, MOST_CALLS = 6, 200
 LONG_S = 3e-3  # a call of this length finds its own caches: one or two are a sample, and need no warming up
 BLOCKS = 8  # of a round
 FEWEST_BLOCKS = 2

@@ -87,6 +87,7 @@ def seconds_needed(plan: Plan, work: Sequence[Work], done: Sequence[NightResult]
 
 
 def run(plan: Plan, folder: Path, *, console: Console) -> None:
+    folder = folder.resolve()  # tools run elsewhere, by the paths of the trees in it
     folder.mkdir(parents=True, exist_ok=True)
     suite = load_suite(plan.config)
     if suite.threads != 1:
