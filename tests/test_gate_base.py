@@ -280,7 +280,7 @@ def test_a_process_that_ends_or_hangs_is_told_apart(tmp_path: Path) -> None:
         from dataclasses import asdict
 
         fields = {**asdict(cell("mha")), "invented": 3}
-        build: dict[str, Any] = {"fields": fields, "seed": 0, "shift": 0, "reference": False}
+        build: dict[str, Any] = {"fields": fields, "seed": 0, "shift": 0}
         with pytest.raises(Refused, match="its cells have no invented"):
             process.ask("build", 30.0, cell=build)
         fields["invented"] = None  # a newer axis that says nothing here is no obstacle
@@ -290,7 +290,7 @@ def test_a_process_that_ends_or_hangs_is_told_apart(tmp_path: Path) -> None:
         assert time.monotonic() - started < 10
         os.kill(process._process.pid, signal.SIGKILL)
         with pytest.raises(Died, match="SIGKILL"):
-            process.ask("drop", 30.0)
+            process.ask("build", 30.0, cell=build)
     finally:
         process.kill()
 

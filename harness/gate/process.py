@@ -59,10 +59,9 @@ class Process:
         self._inbox, self._said = Inbox(), bytearray()
         self._hello = {"threads": threads, "allowed": allowed, "path": list(path)}
 
-    def greet(self, warm_up: dict[str, Any] | None = None) -> None:
+    def greet(self) -> None:
         """Waits until it is ready. Apart from the start, so that several start at once."""
-        hello = self._hello if warm_up is None else {**self._hello, "warm_up": warm_up}
-        self._ask(hello, START_S)
+        self._ask(self._hello, START_S)
 
     def ask(self, do: str, timeout_s: float, **what: Any) -> dict[str, Any]:
         return self._ask({"do": do, **what}, timeout_s)

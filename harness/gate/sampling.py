@@ -55,8 +55,6 @@ class Plan:
 class Round:
     times: np.ndarray  # (blocks, 3): seconds of a call in base, twin and head
     reference: tuple[float, ...]
-    disturbed: int  # samples in which every call was interrupted
-    seconds: float
 
 
 class Crew:
@@ -132,7 +130,6 @@ class Sampler:
         self._took = 0  # rounds
 
     def round(self) -> Round:
-        started = time.perf_counter()
         # Two of the base by lot, so that the null shows what processes differ by; those of the head in turn.
         first, second = self._chance.sample(range(PROCESSES), 2)
         twins = [("base", first), ("base", second), ("head", self._took % PROCESSES)]
@@ -143,7 +140,7 @@ class Sampler:
             self._plan = self._make_plan(twins[:2])
         plan = self._plan
         times = np.full((plan.blocks, len(twins)), math.nan)
-        reference, disturbed = [], 0
+        reference = []
         for block in range(plan.blocks):
             order: list[int | None] = list(range(len(twins)))
             if block % REFERENCE_EVERY == 0:
@@ -156,8 +153,7 @@ class Sampler:
                     reference.append(float(answer["seconds"]))
                 else:
                     times[block, at] = answer["seconds"]
-                disturbed += bool(answer["disturbed"])
-        return Round(times, tuple(reference), disturbed, time.perf_counter() - started)
+        return Round(times, tuple(reference))
 
     def try_head(self) -> None:
         """Builds the cell in the head alone, and calls it."""
@@ -169,7 +165,6 @@ class Sampler:
             "fields": fields,
             "seed": self._settings.suite_seed,
             "shift": self._chance.randrange(1 << 32),
-            "reference": key[0] == "head",
         }
         self._ask(key, "build", cell=cell)
 

@@ -255,7 +255,6 @@ def _relative(log_ratio: float) -> float | None:
 def _milliseconds(rounds: Sequence[Round]) -> tuple[float | None, float | None, float | None]:
     if not rounds:
         return None, None, None
-    times = stack(rounds)
+    base, head = (1e3 * seconds if math.isfinite(seconds) else None for seconds in statistics.seconds_of(stack(rounds)))
     reference = [each for one in rounds for each in one.reference]
-    base = float(np.median(times[..., : statistics.HEAD]))
-    return 1e3 * base, 1e3 * float(np.median(times[..., statistics.HEAD])), 1e3 * float(np.median(reference))
+    return base, head, 1e3 * float(np.median(reference))

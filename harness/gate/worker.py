@@ -53,7 +53,7 @@ def _exactly(handle: int, size: int) -> bytes | None:
 class Cell:
     """A case as it is built in this version; `calls` are its sides."""
 
-    def __init__(self, fields: dict[str, Any], *, seed: int, shift: int, reference: bool) -> None:
+    def __init__(self, fields: dict[str, Any], *, seed: int, shift: int) -> None:
         from harness.build import build_pair
         from harness.case import Case
         from harness.kernels.front import find_kernel
@@ -65,14 +65,14 @@ class Cell:
         self._shifts = [bytearray(chance.randrange(16, SHIFT_BYTES)) for _ in range(chance.randrange(SHIFTS))]
         pair = build_pair(case, find_kernel(case.kernel), case.seed(seed))
         pair.watch.checking = False
-        self.calls = {"candidate": timed_call(pair, pair.candidate, case.seed(seed))}
-        if reference:
-            self.calls["reference"] = timed_call(pair, pair.reference, case.seed(seed))
+        # Both in every process, though the reference is timed in one: else they would not be alike.
+        sides = {"candidate": pair.candidate, "reference": pair.reference}
+        self.calls = {name: timed_call(pair, side, case.seed(seed)) for name, side in sides.items()}
         for call in self.calls.values():
             call()
 
-    def time(self, side: str, calls: int, *, warm: int) -> tuple[float, bool]:
-        """The shortest of some calls, and whether another process got in between in all of them.
+    def time(self, side: str, calls: int, *, warm: int) -> float:
+        """Seconds of the shortest of some calls.
 
         The shortest: a busy neighbour lengthens some calls, but hardly all in a row. A call that the scheduler
         interrupted tells how busy the machine is and is made again, up to PATIENCE times as many.
@@ -93,7 +93,7 @@ class Cell:
                     break
             else:
                 shortest_disturbed = min(shortest_disturbed, seconds)
-        return (shortest, False) if shortest < math.inf else (shortest_disturbed, True)
+        return shortest if shortest < math.inf else shortest_disturbed
 
 
 def _case(kind: type, fields: dict[str, Any]) -> Any:
@@ -120,14 +120,9 @@ def serve(requests: int, answers: int) -> None:
             case "time":
                 assert cell is not None
                 try:
-                    seconds, disturbed = cell.time(**message["sample"])
-                    answer = {"seconds": seconds, "disturbed": disturbed}
+                    answer = {"seconds": cell.time(**message["sample"])}
                 except BaseException as failure:
                     answer = {"refused": _told(failure)}
-            case "drop":
-                cell = None
-                gc.collect()
-                answer = {"dropped": True}
         send(answers, answer)
 
 
@@ -170,8 +165,6 @@ def main() -> None:
         return
     try:
         settle(root, hello)
-        if "warm_up" in hello:
-            Cell(**hello["warm_up"])
     except BaseException as failure:
         send(answers, {"refused": _told(failure)})
         return

@@ -1,8 +1,9 @@
 """How many rows of extra work are so many per cent of a cell's call, and what they really turned out to be.
 
 `python -P calibrate.py ROOT < request > answers`: run by path once per study, in a process whose `harness` is ROOT's.
-The count is found by timing the work where it stands, after a call: for 2 % of a call, the difference of two whole
-calls would be too noisy. What was injected is then measured as such a difference over many blocks, with its interval.
+The count is found by timing the work where it stands, after a call, then corrected by the difference of whole calls,
+in which the work costs more than alone: the call finds other caches. What was injected is measured once more as such a
+difference over many blocks, with its interval.
 """
 
 import json
@@ -14,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-ADJUSTMENTS = 4
+ADJUSTMENTS, IN_TURN = 4, 2  # of the count by the work alone, then by whole calls
+MOST_STEP = 1.5  # of one of the latter: a difference of two calls is noisy
 MIN_BLOCKS = 25
 SAMPLE_S = 1e-3
 QUIET = 0.25  # quantile of the samples: others' work only ever adds to a call's time
@@ -53,14 +55,23 @@ def calibrate(
     pair.watch.checking = False
     call = timed_call(pair, pair.candidate, case.seed(suite_seed))
     rows = dict.fromkeys(shares, PIECE)
-    step_s = seconds / 2 / (ADJUSTMENTS + 1)
+    step_s = seconds / 4 / (ADJUSTMENTS + 1)
     for _ in range(ADJUSTMENTS):
         alone = shares_of_a_call(call, {x: ExtraWork(rows[x]) for x in shares}, step_s)
         rows = {x: max(1, round(rows[x] * x / alone[x])) for x in shares}
+
+    def measured() -> dict[float, tuple[float, float, float]]:
+        calls = {0.0: call} | {x: followed_by(call, ExtraWork(rows[x])) for x in shares}
+        samples = in_turn(calls, seconds / 4)
+        return {x: slowdown(samples[x], samples[0.0]) for x in shares}
+
+    for _ in range(IN_TURN):
+        found = measured()
+        steps = {x: min(max(x / max(found[x][0], 1e-6), 1 / MOST_STEP), MOST_STEP) for x in shares}
+        rows = {x: max(1, round(rows[x] * steps[x])) for x in shares}
+    found = measured()
     alone = shares_of_a_call(call, {x: ExtraWork(rows[x]) for x in shares}, step_s)
-    calls = {0.0: call} | {x: followed_by(call, ExtraWork(rows[x])) for x in shares}
-    samples = in_turn(calls, seconds / 2)
-    return [Injection(x, rows[x], *slowdown(samples[x], samples[0.0]), alone[x]) for x in shares]
+    return [Injection(x, rows[x], *found[x], alone[x]) for x in shares]
 
 
 def shares_of_a_call(call: Call, works: Mapping[float, Call], budget_s: float) -> dict[float, float]:

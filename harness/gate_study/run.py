@@ -29,7 +29,7 @@ from harness.gate_study.trees import SOURCE, Trees, make_trees
 
 CALIBRATION, TREES = "calibration.json", "trees"
 CONFIG = SOURCE / "configs" / "gate_study.yaml"
-CALIBRATION_S = 4.0  # for a cell
+CALIBRATION_S = 6.0  # for a cell
 TYPICAL = {OURS: 0.5}  # of the seconds that a cell may take, those that it takes: clear answers come early
 NIGHT_STARTS_S = 8.0  # processes that import torch
 

@@ -11,6 +11,7 @@ from harness.gate_study.night import SHARES, NightResult
 from harness.gate_study.tools import OURS
 
 CONFIDENCE = 0.95
+LITTLE_MORE = 1.3
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,10 @@ def tally(frame: pd.DataFrame) -> list[Line]:
 
 
 def smallest_borne_out(frame: pd.DataFrame, mode: str) -> Rate:
-    """Of our slowed cells with at least their own printed smallest effect injected: how many were found."""
+    """Of our slowed cells with just their own printed smallest effect injected, or little more: how many were found.
+    Much more would be seen by a gate that promises too much, too."""
     own = frame[(frame["decision"] == OURS) & (frame["mode"] == mode) & (frame["share"] > 0)]
-    return rate_of(own.loc[own["injected"] >= own["smallest"], "flagged"])
+    return rate_of(own.loc[own["injected"].between(own["smallest"], LITTLE_MORE * own["smallest"]), "flagged"])
 
 
 def false_alarms(frame: pd.DataFrame) -> pd.DataFrame:
