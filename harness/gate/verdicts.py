@@ -23,7 +23,7 @@ class TimingSettings:
 
 @dataclass(frozen=True, slots=True)
 class TimingVerdict:
-    """Changes are relative: 0.05 is five per cent slower. `null` is the base against itself in the same blocks."""
+    """Changes are relative: 0.05 is five per cent slower. `null` is the base against itself in the same rounds."""
 
     case_id: str
     verdict: Verdict

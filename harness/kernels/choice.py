@@ -2,7 +2,7 @@
 
 Weights asked for, or few queries and keys: eager. One or a few queries over a long cache: grouped. Long prefills:
 tiled; in training later, because it computes every tile twice, unless a causal mask or a window lets it skip most of
-them. Where nothing is skipped and all scores fit the processor's cache, tiles gain nothing, and their threads have to
+them. Where nothing is skipped and all scores fit a server's cache, tiles gain nothing, and their threads have to
 take turns with torch's own, which wait actively after each projection: eager.
 """
 

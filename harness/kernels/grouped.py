@@ -49,6 +49,8 @@ def score(queries: Tensor, k: Tensor) -> Tensor:
 
 
 def _is_thin(rows: int, k: Tensor) -> bool:
+    """Keys of more than a share of the cache are taken to come from memory: the order of the product, and so the last
+    digit, follows the machine's cache."""
     return rows < THIN and k.numel() * k.itemsize > cache_bytes() // SHARE
 
 

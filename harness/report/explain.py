@@ -62,7 +62,7 @@ def why_kernel(case: Case) -> str:
     )
     kind = "causal or windowed" if slanted else "dense"
     sizes = f"{rows} rows over {case.kv_len} keys, {queries} queries, {kind}, {case.phase}"
-    return f"kernel {name}: {sizes}; {products} such products"
+    return f"kernel {name}: {sizes}; {count(products * rows * case.kv_len)} scores"
 
 
 def choice_of(case: Case) -> Choice | None:
