@@ -14,7 +14,7 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-kernels smoke test check fix verify sensitivity nightly gate gate-study history trend ci-summary report readme-figures clean distclean FORCE
+.PHONY: help setup bench bench-kernels bench-sparse smoke test check fix verify sensitivity nightly gate gate-study history trend ci-summary report readme-figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,9 @@ sensitivity: $(STAMP) ## Put wrong attentions in every cell and prove that the c
 # Set before Python starts: torch's threads read it when they are made.
 bench-kernels: $(STAMP) ## Time every kernel beside SDPA, nn.MultiheadAttention and transformers (about 10 minutes)
 	@GOMP_SPINCOUNT=20000 $(BIN)/python bench/kernels.py $(ARGS)
+
+bench-sparse: $(STAMP) ## Error, sparsity and time of block-sparse attention beside the dense kernel (a minute)
+	@GOMP_SPINCOUNT=20000 $(BIN)/python bench/sparse_study.py $(ARGS)
 
 # The gate judges a run with wrong cells, too: exit code 1 is a verdict. Beyond that there is no run to judge.
 nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate's exact part

@@ -102,6 +102,8 @@ def main(arguments: list[str]) -> int:
                 reached |= {level} if hit and counts else set()
                 table.add_row(structure, level, *row, ("reached" if hit else "missed") if counts else "")
     Console(width=140).print(table)
+    if "locally_smooth" not in given.inputs:
+        return 0  # the target is theirs
     missed = {"qkv", "module"} - reached
     print("target reached at both levels" if not missed else f"target missed at: {', '.join(sorted(missed))}")
     return 1 if missed else 0

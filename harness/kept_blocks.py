@@ -23,7 +23,7 @@ def kept_blocks_checked(watch: WatchedKernel) -> Iterator[list[str]]:
 
     def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         out, weights = kernel.run(q, k, v, call)
-        if kernel.tally is not None and (words := _difference(kernel.tally, q, k, v, call, out)):
+        if kernel.tally is not None and (words := difference(kernel.tally, q, k, v, call, out)):
             found.append(words)
         return out, weights
 
@@ -34,7 +34,7 @@ def kept_blocks_checked(watch: WatchedKernel) -> Iterator[list[str]]:
         watch.kernel = kernel
 
 
-def _difference(tally: Tally, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: object) -> str | None:
+def difference(tally: Tally, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: object) -> str | None:
     """In words; None where there is none, or none can be told."""
     count, choice = tally.last, tally.choice
     # Of what is not finite the shield makes a clean call, and that is looked at.

@@ -1,15 +1,19 @@
 """`auto` picks by its rule, really runs what it picks, and what it picks gives the same."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 import harness
 from harness.kernels import auto, choice
 from harness.kernels.front import find_kernel
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -23,7 +27,8 @@ from harness.kernels.front import find_kernel
         (512, 512, 512, {}, "eager"),  # all scores stay in the cache
         (512, 512, 512, {"products": 32}, "tiled"),
         (512, 512, 512, {"slanted": True}, "tiled"),
-        (511, 511, 4096, {"products": 32}, "eager"),
+        (511, 511, 4096, {"products": 8}, "eager"),
+        (256, 256, 131072, {"products": 32}, "tiled"),  # a piece of a long prompt: its scores would be 4 GiB
         (1024, 1024, 1024, {"need_weights": True}, "eager"),
         (1024, 1024, 1024, {"trains": True}, "eager"),
         (1024, 1024, 1024, {"trains": True, "slanted": True}, "tiled"),
@@ -70,3 +75,27 @@ def test_what_is_picked_runs_and_is_right(monkeypatch, L, S, options, requires_g
     golden = [t.double() for t in (q, k, v)]
     expected = F.scaled_dot_product_attention(golden[0], golden[1], golden[2], attn_mask=seen, enable_gqa=True)
     torch.testing.assert_close((out[0] if isinstance(out, tuple) else out).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["tiled", "grouped", "auto"])
+def test_every_kernel_obeys_the_acceptance_rule_over_a_grid(kernel: str, tmp_path):
+    """The smoke grid, and cells long enough for each of them to take its own way."""
+    suite = yaml.safe_load((ROOT / "configs" / "smoke.yaml").read_text())
+    small = {"embed_dim": 32, "heads": 4, "kv_heads": 2}
+    suite["include"] += [
+        {"variant": ["mha", "gqa"], **small, "seq_len": 520, "mask": "causal", "phase": ["prefill", "train"]},
+        {"variant": ["mha", "gqa", "mla"], **small, "seq_len": 2100, "mask": "causal", "phase": "decode"},
+    ]
+    suite["timing"] = {"enabled": False}
+    table = harness.run(suite, out=tmp_path / "run", kernels=[kernel])
+    assert len(table) >= 38
+    assert set(table["status"]) == {"ok"}, table.loc[table["status"] != "ok", ["case_id", "status", "error"]]
+
+
+@pytest.mark.parametrize("kernel", ["eager", "grouped", "tiled", "auto"])
+def test_vectorised_calls_without_gradients(kernel: str):
+    q, k, v = torch.randn(3, 3, 1, 2, 5, 8)
+    with torch.no_grad():
+        found = torch.vmap(lambda q, k, v: harness.attention(q, k, v, kernel=kernel))(q, k, v)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))

@@ -14,10 +14,12 @@ from harness import store
 from harness.cli import main
 from harness.errors import BadInput
 from harness.gate.exact import Finding
+from harness.gate.outputs import write_outputs
+from harness.gate.verdicts import TimingVerdict
 from harness.loading import labels
 from harness.record import COLUMNS
 from harness.report import figure
-from harness.report.page import Run, Sensitivity, build_page, read_sensitivity
+from harness.report.page import Run, Sensitivity, build_page, read_run, read_sensitivity, write_own_page
 from harness.report.page import rows as page_rows
 from harness.report.page.build import _json
 from harness.store.line import dumps
@@ -418,3 +420,32 @@ def test_the_table_of_what_was_left_out_reads_at_80_columns(tmp_path: Path, caps
                for line in lines)  # fmt: skip
     print_sparsity(tmp_path, Console(width=120))
     assert "interval" in capsys.readouterr().out
+
+
+def test_what_a_gate_wrote_beside_the_run_is_shown(tmp_path: Path):
+    (tmp_path / store.RECORDS).write_bytes(b"".join(dumps(one) for one in approximate_run().approximate))
+    folder, case_id = tmp_path, approximate_run().approximate[0].case_id
+    slower = TimingVerdict(
+        case_id, "regression", 0.08, 0.06, 0.1, 0.04, 0.0, -0.01, 0.01, 1e-6, 1e-5, 96, 2.0, True, 1.0, 1.08, 1.0,
+        "8.0% slower <script>alert(1)</script>",
+    )  # fmt: skip
+    write_outputs(folder, suite="small", findings=[Finding(case_id, "params", "1 -> 2", True)], timing=[slower])
+    page = build_page([read_run(folder)])
+    assert "FAIL, 1 failing" in page and "0 of 1 cell pass" in page
+    assert "8.0% slower &lt;script&gt;" in page and "<script>alert(1)" not in page
+    (folder / "gate.json").write_text('{"timing": 3}')
+    with pytest.raises(BadInput, match=r"gate\.json was not written by this gate"):
+        read_run(folder)
+
+
+def test_a_page_that_fails_does_not_cost_a_run_its_verdict(tmp_path, monkeypatch, caplog):
+    (tmp_path / store.RECORDS).write_bytes(b"".join(dumps(one) for one in approximate_run().approximate))
+    monkeypatch.setattr("harness.report.page.write.build_page", lambda runs: 1 / 0)
+    write_own_page(tmp_path, store.table(store.read_records(tmp_path)))
+    assert "ZeroDivisionError" in caplog.text and not (tmp_path / "report.html").exists()
+
+
+def test_the_verdict_does_not_call_approximate_cells_equal():
+    page = parsed(run(record("gqa", seq_len=64), record(seq_len=128, rel_l1=0.01)))
+    assert "1 cell is within the error metrics that the suite declares; 1 equal their reference." in page.words
+    assert "equal their reference within what rounding" not in page.words

@@ -40,6 +40,21 @@ def test_each_piece_is_done_once_by_several_threads():
     assert len(workers) == 2 and threading.get_ident() not in workers
 
 
+NUMBER_OF_THREADS = """
+import torch
+from harness.kernels.threads import spread
+torch.set_num_threads(4)
+done = []
+spread(lambda room, pieces: done.extend(pieces), [torch.empty(1), torch.empty(1)], range(9))
+print(sorted(done) == [*range(9)], torch.get_num_threads())
+"""
+
+
+def test_fewer_rooms_than_threads_leave_torchs_threads_as_they_were():
+    told = subprocess.run([sys.executable, "-c", NUMBER_OF_THREADS], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["True", "4"]
+
+
 def test_a_failure_is_told_and_ends_the_work():
     done = []
 

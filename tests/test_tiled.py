@@ -1,5 +1,7 @@
 """The tiled kernel equals SDPA and eager in float64, gradients included, however its tiles fall."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -348,3 +350,42 @@ def test_empty_shapes(H, D):
     q, k = torch.ones(1, H, 5, D), torch.ones(1, max(H // 2, 1), 5, D)
     out = harness.attention(q, k, torch.ones(1, max(H // 2, 1), 5, 3), scale=1.0, kernel="tiled")
     assert torch.equal(out, torch.ones(1, H, 5, 3))
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [2, 3], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 9)}])
+def test_threads_that_share_the_tiles_give_what_sdpa_gives(threads: int, options: dict[str, Any]) -> None:
+    q, k, v = (torch.randn(2, heads, 700, 16) for heads in (6, 3, 3))
+    out = harness.attention(q, k, v, kernel="tiled", **options)
+    allowed = make_call(q, k, v, **options).allowed(q, k)
+    golden = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=allowed, enable_gqa=True)
+    torch.testing.assert_close(out.double(), golden, rtol=1e-5, atol=1e-6)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_two_callers_at_once_get_their_own_answers(threads: int) -> None:
+    inputs = [torch.randn(1, 4, 600, 16) for _ in range(6)]
+    expected = [F.scaled_dot_product_attention(x, x, x) for x in inputs]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda x: harness.attention(x, x, x, kernel="tiled"), inputs))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_positions_that_go_on_before_the_backward_pass_do_not_change_it() -> None:
+    q, k, v = (torch.randn(2, 2, 12, 8, requires_grad=True) for _ in range(3))
+    wanted = torch.autograd.grad(harness.attention(q, k, v, causal=True, q_start=torch.tensor([0, 3])).sum(), (q, k, v))
+    start = torch.tensor([0, 3])
+    out = run_tiled(q, k, v, make_call(q, k, v, causal=True, q_start=start), Tiling(4, 1))
+    start += 5
+    for found, expected in zip(torch.autograd.grad(out.sum(), (q, k, v)), wanted, strict=True):
+        torch.testing.assert_close(found, expected)

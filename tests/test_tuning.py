@@ -260,6 +260,23 @@ def test_each_head_runs_with_its_own_thresholds():
     assert 0 < found.sparsity < 1
 
 
+def test_what_the_heads_left_out_is_counted_as_one_call():
+    q = torch.randn(1, 2, 32, 8, generator=torch.Generator().manual_seed(0))
+    options = [{"topk": 0.5, "block_q": 8, "block_k": 8}, {"topk": 0.25, "block_q": 8, "block_k": 8}]
+    kernel = HeadKernels("layer", "sparse", options).as_kernel()
+    assert kernel.tally is not None
+    kernel.run(q, q, q, make_call(q, q, q))
+    kept = 4 * (2 + 1)  # of 4 blocks, for each of 4 blocks of queries
+    assert (kernel.tally.calls, kernel.tally.last.kept, kernel.tally.last.visible) == (1, kept, 32)
+    # Hidden NaN spoils the first run, and the shield's second stands in its place.
+    kernel.tally.take()
+    spoilt, hidden = q.clone(), torch.ones(32, dtype=torch.bool)
+    spoilt[:, :, -1], hidden[-1] = torch.nan, False
+    out = attention(q, spoilt, spoilt, mask=hidden, kernel=kernel)
+    assert bool(out.isfinite().all())
+    assert (kernel.tally.calls, kernel.tally.count) == (1, kernel.tally.last)
+
+
 def test_another_number_of_heads_is_refused_when_called():
     kernel = HeadKernels("layer", "sparse", [{"topk": 0.5}] * 3).as_kernel()
     q = torch.randn(1, 4, 8, 8)

@@ -1,6 +1,7 @@
 """`harness verify` with an approximate kernel: the swap by equality, the kernel by its budget, layer by layer."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import harness
 from harness.cli import main
 from harness.errors import BadInput
 from harness.families.family import Batch, Family, find_family
@@ -245,6 +247,33 @@ def test_a_mask_ignored_in_decode_alone_is_found():
     family = dataclasses.replace(llama, batches=batches)
     assert "(padded decode batch)" in failed(verify(family, kernel=skipping(unmasked)), "forward")
     assert verify(family, kernel=skipping(eager)).passed
+
+
+def test_what_is_hidden_and_not_finite_is_looked_at_when_it_is_cleaned():
+    q, k, v = torch.randn(3, 1, 2, 32, 8, generator=torch.Generator().manual_seed(0))
+    hidden = torch.ones(32, dtype=torch.bool)
+    k[:, :, -1], hidden[-1] = torch.nan, False
+    for options in ("topk=0.5", "topk=0.99"):  # the latter skips no block of these
+        meter = Meter(find_kernel(f"sparse?{options}&block_q=8&block_k=8"))
+        meter.measuring = True
+        harness.attention(q, k, v, mask=hidden, kernel=meter.as_kernel())
+        assert math.isfinite(meter.deviation().rel_l1)
+        assert meter.exact is None or meter.exact.status == "ok"
+        assert meter.wrong is None
+
+
+def test_an_engine_that_is_not_attention_over_its_blocks_is_found_within_any_budget():
+    kernel = find_kernel("sparse?topk=0.5&block_q=8&block_k=8")
+
+    def off(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        out, weights = kernel.run(q, k, v, call)
+        return out * 1.001, weights
+
+    meter = Meter(dataclasses.replace(kernel, run=off))
+    meter.measuring = True
+    q, k, v = torch.randn(3, 1, 2, 32, 8, generator=torch.Generator().manual_seed(0))
+    harness.attention(q, k, v, kernel=meter.as_kernel())
+    assert meter.wrong is not None and "over the blocks that it kept" in meter.wrong
 
 
 def test_a_nan_is_within_no_budget():

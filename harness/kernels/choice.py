@@ -11,6 +11,7 @@ LONG_CACHE = 2048  # keys from which grouped wins
 LONG = 512  # queries from which tiled wins
 LONG_TRAINING = 2048  # the same in training, where nothing is skipped: there it wins by its memory
 MANY = 1 << 22  # scores of all heads and batch rows, 16 MiB in float32: half of a server's cache
+TOO_MANY = 1 << 26  # 256 MiB: not to be held at once, however few the queries
 
 
 def pick(rows: int, queries: int, keys: int, *, products: int, slanted: bool, trains: bool, need_weights: bool) -> str:
@@ -20,7 +21,8 @@ def pick(rows: int, queries: int, keys: int, *, products: int, slanted: bool, tr
         return "eager"
     if rows <= FEW:
         return "grouped" if keys >= LONG_CACHE else "eager"
-    if slanted:
-        return "tiled" if queries >= LONG else "eager"
-    is_long = queries >= (LONG_TRAINING if trains else LONG)
-    return "tiled" if is_long and products * rows * keys >= MANY else "eager"
+    scores = products * rows * keys
+    if scores >= TOO_MANY:
+        return "tiled"
+    long_enough = queries >= (LONG_TRAINING if trains and not slanted else LONG)
+    return "tiled" if long_enough and (slanted or scores >= MANY) else "eager"

@@ -24,7 +24,7 @@ def run(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) ->
 def _is_clean(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
     """In a backward pass hidden NaNs reach gradients through finite outputs, so there the inputs are looked at."""
     differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    looked_at = (q, k, v) if differentiates else (out,)
+    looked_at = (q, k, v, out) if differentiates else (out,)
     # The sum is finite only if all are; an overflowing sum merely takes the careful way.
     return all(bool(torch.isfinite(t.detach().sum(dtype=_wide(t)))) for t in looked_at)
 

@@ -39,8 +39,13 @@ def spread(work: Callable[[Tensor, Iterator[T]], None], rooms: Sequence[Tensor],
             raise
 
     with _MAKING:
-        crew = _crew(len(rooms), os.getpid())
-    _finish([crew.start(functools.partial(one_thread, room)) for room in rooms])
+        crew = _crew(max(len(rooms), torch.get_num_threads()), os.getpid())  # one for all numbers of rooms
+    tasks = [crew.start(functools.partial(one_thread, room)) for room in rooms]
+    try:
+        _finish(tasks)
+    except BaseException:
+        failed.set()  # interrupted while waiting: the others must not go on with all that is left
+        raise
 
 
 class _Task:
@@ -112,6 +117,7 @@ def _crew(threads: int, pid: int) -> _Crew:
     torch has no setting for one thread alone: for the moment that this takes, once in a process, a new thread of
     someone else's that asks torch for the first time would get 1 too.
     """
+    before = torch.get_num_threads()
     crew = _Crew(threads)
     ready = threading.Barrier(threads)  # so that each of them settles, and none of them twice
 
@@ -121,5 +127,5 @@ def _crew(threads: int, pid: int) -> _Crew:
         ready.wait()
 
     _finish([crew.start(settle) for _ in range(threads)])
-    torch.set_num_threads(threads)  # what other new threads will start with; ours keep theirs
+    torch.set_num_threads(before)  # what other new threads will start with; ours keep theirs
     return crew

@@ -71,7 +71,9 @@ class _Tiled(torch.autograd.Function):
         seed: int | None,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, mask, sinks)
-        ctx.call = dataclasses.replace(call, mask=None, sinks=None)  # tensors are kept by torch, which watches them
+        # Tensors are kept by torch, which watches them; a caller's counter of positions may go on before the backward.
+        start = call.q_start.clone() if isinstance(call.q_start, Tensor) else call.q_start
+        ctx.call = dataclasses.replace(call, mask=None, sinks=None, q_start=start)
         ctx.tiling, ctx.seed = tiling, seed
         return _forward(q, k, v, call, tiling, seed)
 
@@ -139,9 +141,8 @@ def _weigh(
             capped = scores.clone()
         if bias is not None:
             by_head.add_(part(bias, tile.batch, tile.heads, tile.rows, tile.keys))
-        for zone in tile.zones:
-            shown = by_head[..., zone.keys]
-            torch.minimum(shown, zone.ceiling, out=shown)
+        for zone in tile.zones:  # not by a minimum: hidden scores that overflowed to NaN must go, too
+            by_head[..., zone.keys].masked_fill_(zone.hidden, float("-inf"))
 
         sink = None
         if call.sinks is None:

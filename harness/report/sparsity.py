@@ -19,7 +19,9 @@ TITLE = "What was left out?"
 LEGEND = (
     "sparsity: share of the visible blocks of queries x keys that was skipped. rel L1: sum|C - G| / sum|G| over the "
     "output, and cosine of both, against the reference in float64.",
-    "x dense: latency over that of the tiled kernel in the same blocks, on the same inputs, with its 95 % interval.",
+    "PV skipped: share of the kept blocks that was scored, but not multiplied with its values.",
+    "x dense: latency over that of the tiled kernel in the same blocks, on the inputs of the largest error, with its "
+    "95 % interval.",
 )
 UNTIMED = LEGEND[:1]
 PARTS = ("variant", "seq_len", "mask", "phase", "dtype", "batch", "embed_dim")  # of a cell's name

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.kernels.blocksparse.kernel import is_spoilt
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import find_kernel
-from harness.kernels.tally import Tally
+from harness.kernels.tally import BlockCount, Tally
 from harness.tuning.file import TuningError, kernel_name
 
 
@@ -48,17 +49,13 @@ class HeadKernels:
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:
         if q.shape[1] != self.heads:
             raise TuningError(f"{self.layer}: tuned for {self.heads} heads, called with {q.shape[1]}")
-        if len(self.groups) == 1:
-            kernel, _ = self.groups[0]
-            return self._counted(kernel, q, k, v, call), None
-        out = q.new_empty(*q.shape[:3], v.shape[3])
+        count, out = BlockCount(0, 0, 0), q.new_empty(*q.shape[:3], v.shape[3])
         for kernel, heads in self.groups:
-            out[:, heads] = self._counted(kernel, *head_slice(q, k, v, call, heads))
+            if len(self.groups) == 1:
+                out, _ = kernel.run(q, k, v, call)
+            else:
+                out[:, heads], _ = kernel.run(*head_slice(q, k, v, call, heads))
+            assert kernel.tally is not None
+            count += kernel.tally.last
+        self.tally.add(count, call=call, is_spoilt=is_spoilt(out, call))
         return out, None
-
-    def _counted(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        assert kernel.tally is not None
-        kernel.tally.take()
-        out, _ = kernel.run(q, k, v, call)
-        self.tally.add(kernel.tally.take())
-        return out

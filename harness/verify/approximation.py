@@ -96,6 +96,8 @@ def _layers(
         if verdict.status == "ok" and exact is not None and exact.status != "ok":
             reason = f"a call that skipped no block must equal dense attention: {describe(exact)}"
             verdict = replace(verdict, status="mismatch", reason=reason)
+        if verdict.status == "ok" and (wrong := meters[layer].wrong) is not None:
+            verdict = replace(verdict, status="mismatch", reason=wrong)
         yield replace(control, verdict=verdict, deviation=own)
 
 

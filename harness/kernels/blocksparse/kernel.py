@@ -27,14 +27,15 @@ def block_sparse_kernel(
         keep = alone(lambda: choose(selector, q, k, call, blocks=blocks))
         out, count = block_sparse(q, k, v, call, keep, blocks=blocks, pv=pv)
         choice = Choice(functools.partial(expanded, keep, blocks, q.shape[2], k.shape[2]), pv)
-        # As the shield asks, which would run the same call once more.
-        is_spoilt = call.hides and not math.isfinite(
-            float(out.sum(dtype=torch.promote_types(out.dtype, torch.float32)))
-        )
-        tally.add(count, choice=choice, call=call, is_spoilt=is_spoilt)
+        tally.add(count, choice=choice, call=call, is_spoilt=is_spoilt(out, call))
         return out, None
 
     return Kernel(name, run, approximate=not exact, tally=tally)
+
+
+def is_spoilt(out: Tensor, call: AttentionCall) -> bool:
+    """As the shield asks, which then runs the same call once more."""
+    return call.hides and not math.isfinite(float(out.sum(dtype=torch.promote_types(out.dtype, torch.float32))))
 
 
 def choose(selector: Selector, q: Tensor, k: Tensor, call: AttentionCall, *, blocks: Blocks) -> Tensor:

@@ -52,7 +52,7 @@ class Sparge:
         scores = scores.masked_fill(unknown | ~(k_alike[:, :, None] & seen), float("-inf"))
         # A row of -inf alone, whose blocks are all kept for another reason, is 0/0.
         weights = torch.softmax(scores, -1).nan_to_num(0.0)
-        keep = self._choose(weights, seen.any(2, keepdim=True).sum(-1, keepdim=True)) & (weights > 0)
+        keep = self._choose(weights, seen.any(2, keepdim=True).sum(-1, keepdim=True))
         keep |= unknown | ~k_alike[:, :, None] | ~q_alike[..., None] | diagonal(q, k, call, self.blocks)
         if self.sink:
             keep[..., 0] = True
@@ -124,7 +124,7 @@ def shown_keys(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor | None:
 
 
 def pool(t: Tensor, size: int, shown: Tensor | None = None) -> Tensor:
-    """The mean token of each block, (.., N, D), in float64: a choice must not hang on the order of a sum.
+    """The mean token of each block, (.., N, D); in float64, so that scores of means add no rounding of their own.
 
     Of those that are `shown` alone, where that is given; a block without any gives 0.
     """
@@ -152,12 +152,14 @@ def likeness(t: Tensor, size: int, shown: Tensor | None = None) -> Tensor:
 def diagonal(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks, *, margin: int | None = None) -> Tensor:
     """(B or 1, 1, NQ, NK): blocks that hold the position of one of the queries, or one within `margin` of it.
 
-    Without a margin only where position counts (causal or with a window): there a row without its own key could be left
-    with nothing.
+    Without a margin only where position counts: there a row without its own key could be left with nothing. It counts
+    for a causal call, one with a window, a mask that differs from query to query (a causal one, spelt out by a model),
+    and a single query, a decode step, of which the call says no more that it is causal.
     """
     if margin is None:
-        positional = call.causal or call.left is not None or call.right is not None
-        if not positional:
+        by_query = call.mask is not None and call.mask.ndim >= 2 and call.mask.shape[-2] > 1
+        by_position = call.causal or call.left is not None or call.right is not None
+        if not (by_position or by_query or q.shape[2] == 1):
             return torch.zeros((1, 1, *blocks.counts(q, k)), dtype=torch.bool, device=q.device)
         margin = 0
     near = AttentionCall(scale=1.0, q_start=call.q_start, left=margin, right=margin)

@@ -38,7 +38,8 @@ def build_page(runs: Sequence[Run]) -> str:
     cards = [words.card(run) for run in runs]
     sensitivity = [table for run in runs if run.sensitivity for table in words.sensitivity_tables(run.sensitivity)]
     left_out = left_out_tables(runs)
-    gates = [table for run in runs if (table := words.gate_table(run)) is not None]
+    makers = (words.gate_table, words.gate_timing_table)
+    gates = [table for run in runs for make in makers if (table := make(run)) is not None]
     css, script = (STATIC / "page.css").read_text(encoding="utf-8"), _script()
     vega = vega_bundle()
     for code in (css, script, vega):

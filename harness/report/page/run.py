@@ -1,7 +1,8 @@
 """What the page knows of one run."""
 
+import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +11,8 @@ from harness import store
 from harness.environment import Environment
 from harness.errors import BadInput
 from harness.gate.exact import Finding, gate
+from harness.gate.outputs import JSON
+from harness.gate.verdicts import TimingVerdict
 from harness.record import Record
 from harness.report.folder import told
 
@@ -26,7 +29,8 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Run:
-    """`findings` is None where no gate was asked; an empty tuple means that the gate found nothing."""
+    """`findings` is None where no gate was asked; an empty tuple means that the gate found nothing. `timing` is what it
+    said of the cells' times, where it timed them."""
 
     label: str
     frame: pd.DataFrame
@@ -35,6 +39,7 @@ class Run:
     command: str | None = None
     notes: tuple[str, ...] = ()  # what a reader must know besides the rows: missing cells, a user's own kernels
     findings: tuple[Finding, ...] | None = None
+    timing: tuple[TimingVerdict, ...] = ()
     sensitivity: Sensitivity | None = None
     approximate: tuple[Record, ...] = ()  # those of kernels that left something out
 
@@ -46,7 +51,8 @@ def read_run(
     baseline: Path | None = None,
     sensitivity: Path | None = None,
 ) -> Run:
-    """From a run's stored records; `baseline` asks the gate, `sensitivity` is the folder of a study.
+    """From a run's stored records; `baseline` asks the gate, `sensitivity` is the folder of a study. Without a baseline
+    the folder's own gate.json tells, if a gate has written one.
 
     `frame.attrs` holds what `told` says, as after `rebuild`: without it an incomplete run would look whole.
     """
@@ -55,6 +61,7 @@ def read_run(
     config = folder / store.CONFIG
     frame = store.table(stored.records)
     frame.attrs |= told(stored, folder)
+    findings, timing = read_gate(folder / JSON)
     return Run(
         label=label or folder.resolve().name,
         frame=frame,
@@ -62,10 +69,24 @@ def read_run(
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
         command=_command(stored.manifest),
         notes=tuple(frame.attrs.get("notes", ())),
-        findings=None if baseline is None else gate(folder, baseline),
+        findings=findings if baseline is None else gate(folder, baseline),
+        timing=timing,
         sensitivity=None if sensitivity is None else read_sensitivity(sensitivity),
         approximate=tuple(record for record in stored.records if record.approximation),
     )
+
+
+def read_gate(path: Path) -> tuple[tuple[Finding, ...] | None, tuple[TimingVerdict, ...]]:
+    """What the gate wrote of this run; None and nothing where there was none."""
+    if not path.exists():
+        return None, ()
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(TimingVerdict)}
+        timing = [{key: value for key, value in row.items() if key in known} for row in document["timing"]]
+        return tuple(Finding(**row) for row in document["findings"]), tuple(TimingVerdict(**row) for row in timing)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path} was not written by this gate: {error!r}") from error
 
 
 def read_sensitivity(folder: Path) -> Sensitivity:

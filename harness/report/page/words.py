@@ -75,10 +75,17 @@ def card(run: Run) -> Card:
 
 
 def _sentence(verdict: Verdict, equal: int) -> str:
-    known = _equal_sentence(verdict.cells, equal)
+    known = _approximate_sentence(verdict, equal) if verdict.approximate else _equal_sentence(verdict.cells, equal)
     if not verdict.missing:
         return known
     return f"{verdict.cells:,} of {verdict.cells + verdict.missing:,} cells; {verdict.missing:,} missing. {known}"
+
+
+def _approximate_sentence(verdict: Verdict, equal: int) -> str:
+    within = f"{plural(verdict.approximate, 'cell is', 'cells are')} within the error metrics that the suite declares"
+    rest = verdict.cells - equal
+    others = f"; {equal - verdict.approximate:,} equal their reference" if equal > verdict.approximate else ""
+    return f"{within}{others}{f'; {rest:,} do not, or were not compared' if rest else ''}."
 
 
 def _equal_sentence(cells: int, equal: int) -> str:
@@ -156,6 +163,20 @@ def gate_table(run: Run) -> Table | None:
     title = f"{plain(run.label)}: {'FAIL' if failing else 'PASS'}, {counted}"
     rows = tuple(_finding(finding) for finding in sorted(run.findings, key=lambda finding: not finding.fails))
     return Table(title, f"Gate of {plain(run.label)}", _left(("", "cell", "what", "change")), rows)
+
+
+def gate_timing_table(run: Run) -> Table | None:
+    """What a gate beside an older commit said of the cells' times; what is clear needs no row."""
+    if not run.timing:
+        return None
+    told = [verdict for verdict in run.timing if verdict.verdict != "pass"]
+    counted = f"{len(run.timing) - len(told):,} of {plural(len(run.timing), 'cell', 'cells')} pass"
+    rows = tuple(
+        Row((each.verdict, plain(each.case_id), plain(each.reason)), "bad" if each.verdict == "regression" else "warn")
+        for each in sorted(told, key=lambda each: each.verdict != "regression")
+    )
+    title = f"{plain(run.label)}, times: {counted}"
+    return Table(title, f"Times of {plain(run.label)}", _left(("verdict", "cell", "why")), rows)
 
 
 def _finding(finding: Finding) -> Row:

@@ -28,8 +28,11 @@ def write_own_page(folder: Path, frame: pd.DataFrame) -> None:
     """At the end of a run: the page is part of its folder, but no run fails for want of it."""
     if lost := missing_packages():
         log.warning("no %s: it needs %s (the `report` extra)", PAGE, ", ".join(lost))
-    else:
+        return
+    try:
         write_page([replace(read_run(folder), frame=frame)], folder / PAGE)
+    except Exception as error:  # whatever it is, the verdict stands: it is told, and `harness report` shows it again
+        log.warning("no %s: %s: %s", PAGE, type(error).__name__, error)
 
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
