@@ -120,9 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table(rows))
     ratios = [predicted.value / real.value for _, predicted, real in rows]
     good = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
+    covered = sum(predicted.lo <= real.value <= predicted.hi for _, predicted, real in rows)
     threads = plural(options.threads, "thread", "threads")
     console.print(
-        f"{good} of {len(rows)} within {WITHIN:.0%} of the measurement, {options.dtype}, {threads}", highlight=False
+        f"{good} of {len(rows)} within {WITHIN:.0%} of the measurement, {covered} within their ±; "
+        f"{options.dtype}, {threads}",
+        highlight=False,
+        soft_wrap=True,
     )
     return EQUAL if good == len(rows) else NOT_EQUAL
 

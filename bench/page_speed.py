@@ -16,6 +16,7 @@ from harness.report.page import build_page
 from tests.page_runs import large_run
 
 BUILD_SECONDS, FILTER_MS, MEGABYTES = 10.0, 200.0, 3.0
+PATIENCE_S = 60
 
 
 def main(cells: int) -> int:
@@ -61,7 +62,10 @@ def filter_times(path: Path) -> list[float]:
 
 
 def wait(browser: object, script: str) -> None:
+    end = time.monotonic() + PATIENCE_S
     while not browser.execute_script(script):  # type: ignore[attr-defined]
+        if time.monotonic() > end:
+            raise TimeoutError(f"the page did not get there in {PATIENCE_S} s: {script}")
         time.sleep(0.02)
 
 

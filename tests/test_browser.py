@@ -229,14 +229,20 @@ def test_csv_holds_what_is_shown(page: "Chrome") -> None:
 
 
 def test_hovering_shows_the_whole_row(page: "Chrome") -> None:
-    canvas = "document.querySelector('[data-picture=speed] canvas')"
+    canvas = "document.querySelector('[data-picture=tradeoffs] canvas')"
     page.execute_script(f"{canvas}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
     box = ask(page, f"{canvas}.getBoundingClientRect().toJSON()")
-    place = {"type": "mouseMoved", "x": box["x"] + box["width"] * 0.6, "y": box["y"] + box["height"] * 0.9}
-    page.execute_cdp_cmd("Input.dispatchMouseEvent", place)
-    text = until(lambda: ask(page, "document.getElementById('tooltip').innerText"))
-    assert "series" in text
-    assert "ratio" in text
+
+    def hovered(across: float, down: float) -> str:
+        place = {"type": "mouseMoved", "x": box["x"] + box["width"] * across, "y": box["y"] + box["height"] * down}
+        page.execute_cdp_cmd("Input.dispatchMouseEvent", place)
+        return str(ask(page, "document.getElementById('tooltip').innerText"))
+
+    # A point lies somewhere: the mouse goes over the picture until it is on one.
+    places = ((x / 60, y / 40) for y in range(40) for x in range(60))
+    text = next((text for place in places if "err budget" in (text := hovered(*place))), "")
+    for name in ("case id", "kv cache bytes", "latency ms", "err ratio", "params"):
+        assert name in text
 
 
 @pytest.mark.parametrize("width", [1280, 390])

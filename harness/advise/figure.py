@@ -18,6 +18,10 @@ class Figure:
     def times(self, factor: float) -> "Figure":
         return Figure(self.value * factor, self.lo * factor, self.hi * factor)
 
+    def wider(self, share: float) -> "Figure":
+        """By so much of the value on either side."""
+        return Figure(self.value, max(0.0, self.lo - share * self.value), self.hi + share * self.value)
+
     @property
     def error(self) -> float:
         """The longer side of the bar, as a share of the value."""

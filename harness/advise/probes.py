@@ -74,13 +74,17 @@ def reading(size: int) -> Probe:
 
 
 def probe_of(part: Part, span: int) -> Probe:
-    """Where as much else was read before as makes `span` bytes together."""
+    """Where just as much else was read since its own data was as makes `span` bytes together.
+
+    So each sample begins with a call that is not timed: since the last sample other probes have had their turns.
+    """
     if part.kind == "overhead":
-        return Probe(_reader(span), _idle_step(part.dtype, latent=part.latent))
+        step, read = _idle_step(part.dtype, latent=part.latent), _reader(span)
+        return Probe(lambda: (step(), read()), step)
     piece = cut(part)
-    others, nothing = _reader(span - piece.bytes), call_of(replace(piece, **SMALLEST))
+    call, others, nothing = call_of(piece), _reader(span - piece.bytes), call_of(replace(piece, **SMALLEST))
     # Code that has left the processor's cache counts in the overhead of a step, so here it is fetched before.
-    return Probe(lambda: (others(), nothing()), call_of(piece), nothing, part.bytes / piece.bytes)
+    return Probe(lambda: (call(), others(), nothing()), call, nothing, part.bytes / piece.bytes)
 
 
 def _idle_step(dtype: str, *, latent: bool) -> Call:

@@ -15,7 +15,8 @@ Cells are matched by their id; environments that differ are named. Without torch
 """
 EPILOG = """\
 exit codes:  0 no cell of both runs has a worse status in B   1 one has   2 bad input, or no cell is in both
-             Errors, sizes, speeds and cells of one run alone are shown, not judged: `harness gate` judges.
+             An approximate kernel whose relative L1 grew by more than rounding counts as worse, too.
+             Other errors, sizes, speeds and cells of one run alone are shown, not judged: `harness gate` judges.
 
 examples:
   harness compare results/before results/after

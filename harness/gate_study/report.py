@@ -27,7 +27,7 @@ BUSY = 0.25  # cores' worth of others' work from which on a quiet night was not 
 LEGEND = (
     "false alarms: nights in which base and head are the same code. Detected: of the cells that really do more work, "
     "those flagged; one that is slowed and inconclusive is not detected. 95 % intervals by Clopper and Pearson.",
-    "beside: false alarms on untouched cells of nights in which other cells were slowed.",
+    "beside: false alarms on untouched cells of nights in which other cells were slowed; the targets count them too.",
     "s/cell: wall-clock time of a night over its cells, with the start of all processes.",
     "area: under the curve of detected over false alarms as the tool's threshold is swept; 0.5 is a coin.",
 )

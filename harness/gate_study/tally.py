@@ -82,6 +82,11 @@ class Line:
     inconclusive: Rate | None  # of all cells; None: the tool knows no such answer
     seconds: float | None  # per cell, with the start of processes
 
+    @property
+    def unchanged(self) -> Rate:
+        """False alarms on all cells that did not change, whatever others of their night did."""
+        return Rate(self.alarms.count + self.beside.count, self.alarms.total + self.beside.total)
+
 
 def tally(frame: pd.DataFrame) -> list[Line]:
     """In the order of appearance of modes, ours first."""

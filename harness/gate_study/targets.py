@@ -49,7 +49,7 @@ def _detected(line: Line | None, share: float) -> Rate:
 
 
 def _alarms(line: Line | None, mode: str) -> list[Verdict]:
-    cells, nights = (Rate(0, 0), Rate(0, 0)) if line is None else (line.alarms, line.alarm_nights)
+    cells, nights = (Rate(0, 0), Rate(0, 0)) if line is None else (line.unchanged, line.alarm_nights)
     enough = REACHED if cells.total >= ENOUGH_CELLS else NOT_MEASURED
     return [
         Verdict(f"comparisons of unchanged cells, {mode}", f">= {ENOUGH_CELLS}", str(cells.total), enough),

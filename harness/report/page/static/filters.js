@@ -40,7 +40,7 @@ function menu(axis, values, changed) {
       label(details);
       changed();
     });
-    // A click on the name shows that value alone; on the only one left, all again.
+    // This value alone.
     const only = element("button", { type: "button", class: "only", "aria-label": `Only ${title(axis)} ${show(value)}` }, "only");
     only.addEventListener("click", () => {
       chosen.set(axis, new Set(values.filter((other) => other !== value)));

@@ -4,24 +4,30 @@ const cells = new DataTable(document.getElementById("cells-table"),
 const theme = document.getElementById("theme");
 const darkWanted = matchMedia("(prefers-color-scheme: dark)");
 let turn = 0;
+let drawing = Promise.resolve(); // one update after another: two that embed the same picture would leave one behind
 
-async function update() {
+function update() { return refresh(() => {}); }
+
+function refresh(prepare) {
   const mine = ++turn;
   const started = performance.now();
   const rows = filtered();
   cells.update(rows, tableColumns);
   offerSettings(rows);
-  for (const picture of Object.values(pictures)) {
-    await updatePicture(picture, rows);
-    if (mine !== turn) return; // a newer change has taken over
-  }
-  document.body.dataset.updateMs = (performance.now() - started).toFixed(1);
-  document.body.dataset.updates = turn;
+  drawing = drawing.catch(() => {}).then(async () => {
+    prepare();
+    for (const picture of Object.values(pictures)) {
+      if (mine !== turn) return; // a newer change has taken over
+      await updatePicture(picture, rows);
+    }
+    document.body.dataset.updateMs = (performance.now() - started).toFixed(1);
+    document.body.dataset.updates = mine;
+  });
+  return drawing;
 }
 
 async function redraw() {
-  forgetViews();
-  await update();
+  await refresh(forgetViews);
   document.getElementById("variant-keys").replaceChildren(...distinct(allRows, "variant").map((variant, index) => {
     const dot = element("i", { "aria-hidden": "true" });
     dot.style.background = colour(`c${index % 10}`);

@@ -219,7 +219,7 @@ async function updatePicture(picture, rows) {
 function updateTable(picture) {
   const details = picture.figure.querySelector("details");
   details.hidden = picture.figure.querySelector(".chart").hidden;
-  if (!details.open || details.hidden) return;
+  if (!details.open || details.hidden || !picture.view) return;
   const shown = picture.view.data(picture.source).map((datum) => (datum.row === undefined ? datum : { ...allRows[datum.row], ...datum }));
   const wanted = picture.table().filter(({ name }) => name !== "run" || columns.some((column) => column.name === "run"));
   const caption = picture.figure.querySelector(".chart").dataset.description;
