@@ -216,8 +216,11 @@ def test_records_are_bitwise_the_same_here_in_a_worker_and_in_reverse(local):
 def test_records_are_bitwise_the_same_in_two_workers():
     jobs, two = many_jobs(), Local(2)
     at_work: set[int] = set()
-    found = by_case(record for record in two.run(jobs) if not at_work.update(pids(two)))
-    assert found == by_case(Here().run(jobs))
+    records = []
+    for record in two.run(jobs):
+        at_work |= set(pids(two))
+        records.append(record)
+    assert by_case(records) == by_case(Here().run(jobs))
     assert len(at_work) == 2  # while it ran: one that is still starting when all is done is sent away
     two.close()
 

@@ -95,7 +95,7 @@ def study(
 def _trial(size: str, call: Call, timing: Timing, *, seed: int) -> Trial:
     from harness.timing import interleave, paired_ratio
 
-    bounds = {"min_blocks": timing.min_blocks, "max_blocks": timing.max_blocks, "seed": seed}
+    bounds: dict[str, Any] = {"min_blocks": timing.min_blocks, "max_blocks": timing.max_blocks, "seed": seed}
     pairs = interleave({"a": call, "b": call}, budget_s=timing.budget_s, **bounds)
     ratio = paired_ratio(pairs["a"], pairs["b"], seed=seed)
     first, second = (interleave({"x": call}, budget_s=timing.budget_s / 2, **bounds)["x"] for _ in range(2))
