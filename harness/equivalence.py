@@ -189,7 +189,7 @@ class Yardstick:
         c_rows, c_sum, max_rel_err, misplaced = self._errors(candidate.detach().reshape(self.golden.shape))
         if misplaced:
             places = f"{misplaced} of {elements} elements"
-            return mismatch(f"{places} are non-finite (or finite) where the golden is not")
+            return mismatch(f"{places} are NaN or infinite where the golden is finite, or finite where it is not")
 
         slack = self._slack()
         worst, floor = c_rows.max(), slack * (self.r.max() + self.jitter.max() + u * self.size.max())

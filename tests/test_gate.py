@@ -11,6 +11,7 @@ import pytest
 from harness import store
 from harness.environment import Environment
 from harness.gate import exact as gates
+from harness.gate.baseline import read_baseline
 from harness.gate.columns import PEAK
 from harness.gate.exact import EXACT, Finding, GateError, accept, compare_exact, gate
 from harness.record import Record
@@ -456,3 +457,19 @@ def test_a_baseline_from_before_metrics_were_gated_still_gates(tmp_path: Path) -
     assert "not gated in 1 cell: the baseline has none; accept a new one" in found.message
     assert "rel_l1 empty -> 0.04" in accept(run, tmp_path / "baseline")
     assert gate(run, tmp_path / "baseline") == ()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [("status", "banana", "must be one of ok"), ("status", "", "must be one of ok"),
+     ("err_ratio", "inf", "err_ratio inf"), ("err_ratio", "-1", "err_ratio -1")],
+)  # fmt: skip
+def test_nonsense_in_a_baseline_does_not_loosen_it(tmp_path: Path, column: str, value: str, message: str) -> None:
+    for name in ("smoke.csv", "smoke.json"):
+        (tmp_path / name).write_bytes((Path(__file__).parent.parent / "results" / "baseline" / name).read_bytes())
+    assert len(read_baseline("smoke", tmp_path)[0]) == 32
+    table = pd.read_csv(tmp_path / "smoke.csv", dtype=str, keep_default_na=False)
+    table.loc[3, column] = value
+    table.to_csv(tmp_path / "smoke.csv", index=False)
+    with pytest.raises(GateError, match=message):
+        read_baseline("smoke", tmp_path)

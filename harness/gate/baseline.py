@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from harness import store
 from harness.environment import Environment
 from harness.gate.columns import BASELINE_COLUMNS, GATED, METRICS, PEAK, counted, rows, same, show
 from harness.gate.finding import GateError
+from harness.record import STATUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,20 @@ def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provena
     for name in (*METRICS, PEAK):
         if name not in frame.columns:  # accepted before it was gated
             frame[name] = pd.Series(None, index=frame.index, dtype=store.dtype(name))
+    _refuse_nonsense(frame, csv)
     return frame, provenance
+
+
+def _refuse_nonsense(frame: pd.DataFrame, csv: Path) -> None:
+    """What no run could have left there would loosen the gate without a word."""
+    if not {"case_id", "status", "err_ratio"} <= set(frame.columns):
+        return  # told by those who need them
+    for row in frame[["case_id", "status", "err_ratio"]].to_dict("records"):
+        if row["status"] not in STATUSES:
+            raise GateError(f"{csv}: {row['case_id']}: status {row['status']!r} must be one of {', '.join(STATUSES)}")
+        # An approximate kernel has none; a wrong one may have any.
+        if row["status"] in ("ok", "degraded") and not (pd.isna(row["err_ratio"]) or 0 <= row["err_ratio"] < math.inf):
+            raise GateError(f"{csv}: {row['case_id']}: err_ratio {row['err_ratio']} of a cell that is {row['status']}")
 
 
 def suite_name(folder: Path) -> str:
