@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from harness.kernels.call import AttentionCall, Kernel
-from harness.kernels.eager import eager
+from harness.kernels.eager import eager, is_vectorised
 from harness.kernels.threads import spread
 from harness.kernels.tiles import Tile, Tiling, choose_tiling, part, tiles
 
@@ -42,7 +42,7 @@ def _is_transformed() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_vectorised()
         or forward_ad._current_level >= 0
     )
 

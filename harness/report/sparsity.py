@@ -23,7 +23,7 @@ LEGEND = (
     "x dense: latency over that of the tiled kernel in the same blocks, on the inputs of the largest error, with its "
     "95 % interval.",
 )
-UNTIMED = LEGEND[:1]
+UNTIMED = LEGEND[:2]
 PARTS = ("variant", "seq_len", "mask", "phase", "dtype", "batch", "embed_dim")  # of a cell's name
 DROPPED = ("interval", "cosine", "PV skipped")  # in this order where the terminal is too narrow
 Entry = dict[str, Any]

@@ -19,7 +19,7 @@ from harness.kernels.blocksparse.alone import alone
 from harness.kernels.blocksparse.batches import Batch, Piece, batches, is_contiguous
 from harness.kernels.blocksparse.sight import SPARGE_BLOCKS, Blocks, block_sight, reach
 from harness.kernels.call import AttentionCall, Unsupported
-from harness.kernels.eager import eager
+from harness.kernels.eager import eager, is_vectorised
 from harness.kernels.tally import BlockCount
 from harness.kernels.threads import spread
 from harness.kernels.tiled import LOG2_E
@@ -73,7 +73,7 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
     leaves = (q, k, v, call.mask, call.sinks)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
         raise Unsupported("block-sparse attention is for inference: no gradients (use torch.no_grad())")
-    if q.is_meta or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if q.is_meta or torch.compiler.is_compiling() or is_vectorised():
         raise Unsupported("block-sparse attention chooses by values: no meta tensors, torch.compile or torch.func")
 
 
