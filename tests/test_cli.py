@@ -560,7 +560,9 @@ def test_a_run_passes_the_gate_that_accepted_it_and_fails_a_tampered_one(cli: Co
     assert frame["case_id"].iloc[0] in failed.out
     assert cli("gate", "--quiet") == Result(1, "", "")
     baseline.write_text("".join(honest.splitlines(keepends=True)[:-1]))
-    assert cli("gate").code == 0  # a new cell that is ok is a note
+    edited = cli("gate")  # a new cell that is ok would be a note
+    assert edited.code == 1
+    assert "tiny.csv is not what was accepted" in edited.out
     baseline.write_text(honest + honest.splitlines()[-1].replace("mqa", "gqa") + "\n")
     assert "removed or renamed" in (gone := cli("gate")).out
     assert gone.code == 1

@@ -1,5 +1,6 @@
 """Every rule of the exact gate, broken on purpose."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -301,8 +302,37 @@ def test_a_baseline_that_lost_its_rows_fails_and_can_be_accepted_again(tmp_path:
     accept(run, tmp_path / "baseline")
     csv = tmp_path / "baseline" / "smoke.csv"
     csv.write_text(csv.read_text().splitlines(keepends=True)[0])
-    assert [(one.kind, one.fails) for one in gate(run, tmp_path / "baseline")] == [("empty_baseline", True)]
+    found = gate(run, tmp_path / "baseline")
+    assert [(one.kind, one.fails) for one in found] == [("edited_baseline", True), ("empty_baseline", True)]
     assert "2 new" in accept(run, tmp_path / "baseline")
+    assert gate(run, tmp_path / "baseline") == ()
+
+
+def test_a_baseline_that_was_edited_by_hand_fails(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", record("a"), record("b"))
+    accept(run, tmp_path / "baseline")
+    csv = tmp_path / "baseline" / "smoke.csv"
+    accepted = csv.read_bytes()
+    csv.write_bytes(accepted.replace(b"\n", b"\r\n"))  # as a checkout on another system may leave it
+    assert gate(run, tmp_path / "baseline") == ()
+    csv.write_bytes(b"".join(accepted.splitlines(keepends=True)[:-1]))
+    edited, new = gate(run, tmp_path / "baseline")
+    assert (edited.kind, edited.fails, new.case_id, new.kind, new.fails) == ("edited_baseline", True, "b", "new", False)
+    assert "smoke.csv is not what was accepted" in edited.message and "smoke.json" in edited.message
+    accept(run, tmp_path / "baseline")
+    assert gate(run, tmp_path / "baseline") == ()
+
+
+def forget_hash(baseline: Path) -> None:
+    """As those have it that were accepted before it was kept."""
+    about = baseline / "smoke.json"
+    about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "table_sha256"}))
+
+
+def test_a_baseline_without_a_hash_of_its_table_is_taken_as_it_is(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", record("a"), record("b"))
+    accept(run, tmp_path / "baseline")
+    forget_hash(tmp_path / "baseline")
     assert gate(run, tmp_path / "baseline") == ()
 
 
@@ -342,6 +372,7 @@ def test_a_baseline_from_before_peak_memory_was_gated_still_gates(tmp_path: Path
     accept(run, tmp_path / "baseline")
     csv = tmp_path / "baseline" / "smoke.csv"
     pd.read_csv(csv).drop(columns=PEAK).to_csv(csv, index=False)
+    forget_hash(tmp_path / "baseline")
     (found,) = gate(run, tmp_path / "baseline")
     assert (found.kind, found.fails) == (PEAK, False)
     assert "accept a new one" in found.message
@@ -452,6 +483,7 @@ def test_a_baseline_from_before_metrics_were_gated_still_gates(tmp_path: Path) -
     accept(run, tmp_path / "baseline")
     csv = tmp_path / "baseline" / "smoke.csv"
     pd.read_csv(csv).drop(columns=["rel_l1", "cosine", "sparsity"]).to_csv(csv, index=False)
+    forget_hash(tmp_path / "baseline")
     (found,) = gate(run, tmp_path / "baseline")
     assert (found.kind, found.fails) == ("rel_l1", False)
     assert "not gated in 1 cell: the baseline has none; accept a new one" in found.message

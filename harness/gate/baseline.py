@@ -24,6 +24,7 @@ class Provenance:
     commit: str | None
     config_sha256: str
     environment: Environment
+    table_sha256: str | None = None  # of the CSV beside it; none in those accepted before it was kept
 
     @property
     def warning(self) -> str | None:
@@ -47,15 +48,18 @@ def accept(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) ->
     if run.empty:
         raise GateError(f"{run_folder} has no cells; an empty baseline would guard nothing")
     environment = store.read_environment(run_folder)
-    provenance = Provenance(suite, environment.commit, config_hash(run_folder), environment)
     new = _baseline_table(run)
     csv, _ = _paths(suite, baseline_dir)
+    text_of_table = _csv(new)
+    provenance = Provenance(
+        suite, environment.commit, config_hash(run_folder), environment, _table_hash(text_of_table.encode())
+    )
     old = read_baseline(suite, baseline_dir)[0] if csv.exists() else new.iloc[:0]
     text = _describe(suite, old, new, environment)
     if provenance.warning:
         text += f"\nwarning: {provenance.warning}"
     baseline_dir.mkdir(parents=True, exist_ok=True)
-    for path, data in zip(_paths(suite, baseline_dir), (_csv(new), _json(provenance)), strict=True):
+    for path, data in zip(_paths(suite, baseline_dir), (text_of_table, _json(provenance)), strict=True):
         store.write_atomically(path, data.encode())
     return text
 
@@ -79,6 +83,18 @@ def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provena
             frame[name] = pd.Series(None, index=frame.index, dtype=store.dtype(name))
     _refuse_nonsense(frame, csv)
     return frame, provenance
+
+
+def edited(provenance: Provenance, baseline_dir: Path) -> str | None:
+    """A line taken out by hand would come back as a new cell, and guard nothing until then."""
+    csv, about = _paths(provenance.suite, baseline_dir)
+    if provenance.table_sha256 in (None, _table_hash(csv.read_bytes())):
+        return None
+    return f"{csv} is not what was accepted (its hash differs from that in {about.name}); accept a run, or put it back"
+
+
+def _table_hash(data: bytes) -> str:
+    return hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest()  # a checkout may change line ends
 
 
 def _refuse_nonsense(frame: pd.DataFrame, csv: Path) -> None:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from harness import store
 from harness.gate.approximate import compare_approximate, is_without_ratio, ungated
-from harness.gate.baseline import Provenance, accept, config_hash, read_baseline, suite_name
+from harness.gate.baseline import Provenance, accept, config_hash, edited, read_baseline, suite_name
 from harness.gate.columns import EXACT, GATED, PEAK, Row, counted, rows, same, show
 from harness.gate.finding import Finding, GateError
 from harness.gate.renames import renames
@@ -50,6 +50,8 @@ def gate(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) -> t
             notes.append(Finding("", "environment", f"{key} {changes[key][0]} -> {changes[key][1]}", False))
     stored = store.read(run_folder)
     lacking = []
+    if message := edited(provenance, baseline_dir):
+        lacking.append(Finding("", "edited_baseline", message, True))
     if stored.lack:
         what = stored.lack.removeprefix("incomplete: ")  # the finding's kind says it
         lacking.append(Finding("", "incomplete", f"{what}; missing: {store.some(stored.missing)}", True))
