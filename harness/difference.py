@@ -136,7 +136,25 @@ def severity(status: str) -> int:
 
 
 def compare_runs(before: pd.DataFrame, after: pd.DataFrame) -> list[Difference]:
-    """Every cell of either run, the largest difference first; equal ones last, in the order of the runs."""
-    a, b = ({row["case_id"]: row for row in frame.to_dict("records")} for frame in (before, after))
+    """Every cell of either run, the largest difference first; equal ones last, in the order of the runs.
+
+    Two runs of one kernel each, and not of the same, are matched without it: they were made to compare the two.
+    """
+    column = "case_id" if other_kernel(before, after) is None else "stem"
+    a, b = ({row[column]: row for row in _with_stem(frame).to_dict("records")} for frame in (before, after))
     cells = [Difference(case_id, a.get(case_id), b.get(case_id)) for case_id in dict.fromkeys([*a, *b])]
     return sorted(cells, key=lambda cell: (not cell.found, *cell.order))
+
+
+def other_kernel(before: pd.DataFrame, after: pd.DataFrame) -> tuple[str, str] | None:
+    """The kernels of two runs that have one each, where these differ."""
+    kernels = [list(dict.fromkeys(frame["kernel"])) for frame in (before, after)]
+    if kernels[0] == kernels[1] or any(len(names) != 1 for names in kernels):
+        return None
+    return kernels[0][0], kernels[1][0]
+
+
+def _with_stem(frame: pd.DataFrame) -> pd.DataFrame:
+    """A cell's id ends with its kernel."""
+    pairs = zip(frame["case_id"], frame["kernel"], strict=True)
+    return frame.assign(stem=[case_id.removesuffix(f"-{kernel}") for case_id, kernel in pairs])

@@ -244,6 +244,23 @@ def test_exit_code_says_whether_a_status_got_worse(tmp_path: Path, capsys, layou
     assert "none" in capsys.readouterr().err
 
 
+def test_two_runs_of_one_kernel_each_are_matched_without_it(tmp_path: Path, capsys):
+    eager = [record(kernel="eager"), record("gqa", kernel="eager", err_ratio=0.5)]
+    mine = [record(kernel="mine.py:f", status="mismatch"), record("gqa", kernel="mine.py:f", err_ratio=1.5)]
+    cells = compare_runs(store.table(eager), store.table(mine))
+    assert [cell.in_both for cell in cells] == [True, True]
+    assert cells[0].worse and not cells[0].case_id.endswith("eager")
+    assert changes(cells[1]) == ["error/N 0.50 -> 1.50 (x3.00)"]
+    assert main(["compare", *(str(stored(tmp_path / name, *rows)) for name, rows in (("a", eager), ("b", mine)))]) == 1
+    assert "kernel: eager -> mine.py:f, cells matched without it" in capsys.readouterr().out
+
+
+def test_a_run_of_two_kernels_is_matched_with_them():
+    both = [record(kernel="eager"), record(kernel="tiled")]
+    cells = compare_runs(store.table(both), store.table([record(kernel="tiled")]))
+    assert sorted((cell.before is not None, cell.after is not None) for cell in cells) == [(True, False), (True, True)]
+
+
 def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path, capsys):
     one, other = stored(tmp_path / "one", record()), stored(tmp_path / "other", record("gqa"))
     assert main(["compare", str(one), str(other)]) == 2

@@ -11,7 +11,8 @@ from harness.exits import EQUAL, NOT_EQUAL
 HELP = "what changed from run A to run B, cell by cell, the largest first"
 DESCRIPTION = """\
 Lists the cells of two runs that differ: status, errors, parameters, cache bytes, and speed as a ratio to the reference.
-Cells are matched by their id; environments that differ are named. Without torch, from the stored records.
+Cells are matched by their id; where A and B ran one kernel each, and not the same, by all of it but the kernel.
+Environments that differ are named. Without torch, from the stored records.
 """
 EPILOG = """\
 exit codes:  0 no cell of both runs has a worse status in B   1 one has   2 bad input, or no cell is in both
@@ -21,6 +22,7 @@ exit codes:  0 no cell of both runs has a worse status in B   1 one has   2 bad 
 examples:
   harness compare results/before results/after
   harness compare results/before results/after --format csv > changes.csv
+  harness compare results/eager results/mine           two runs of one config with --kernel eager and --kernel mine.py:f
 """
 FORMATS = ("table", "md", "csv")
 
@@ -43,7 +45,10 @@ def execute(options: argparse.Namespace) -> int:
     runs = (before, after)
     cells = compare_runs(before.frame, after.frame)
     if not any(cell.in_both for cell in cells):
-        raise BadInput(f"{options.before} and {options.after} have nothing in common: no cell is in both")
+        raise BadInput(
+            f"{options.before} and {options.after} have nothing in common: no cell is in both, "
+            f"as {next(iter(before.frame['case_id']), 'no cell')} and {next(iter(after.frame['case_id']), 'no cell')}"
+        )
     if not options.quiet:
         if options.format == "table":
             difference.print_differences(runs, cells, terminal(), everything=options.all)

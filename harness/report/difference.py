@@ -8,7 +8,7 @@ import pandas as pd
 from rich.console import Console
 from rich.text import Text
 
-from harness.difference import WEIGHTS, Difference, Row
+from harness.difference import WEIGHTS, Difference, Row, other_kernel
 from harness.gate.columns import METRICS
 from harness.report import story
 from harness.report.format import ABSENT, interval, is_absent, plain, plural, ratio, small
@@ -132,12 +132,17 @@ def environment_lines(runs: tuple[Run, Run]) -> list[str]:
 
 
 def _runs(runs: tuple[Run, Run]) -> list[str]:
+    """Both runs, and what they were told to differ in."""
+    kernels = other_kernel(*(run.frame for run in runs))
+    matched = (
+        [] if kernels is None else [f"kernel: {plain(kernels[0])} -> {plain(kernels[1])}, cells matched without it"]
+    )
     verdicts = [judge(run.frame) for run in runs]
     return [
         f"{name}  {plain(run.label)}: {story.headline(verdict)}, {story.counts_line(verdict)}"
         + (f"; {verdict.missing:,} missing" if verdict.missing else "")
         for name, run, verdict in zip("AB", runs, verdicts, strict=True)
-    ]
+    ] + matched
 
 
 def _speed(row: Row) -> str:
