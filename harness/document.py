@@ -110,6 +110,8 @@ def resolve_kernel(value: Any, folder: Path | None) -> str:
         except BadOption as error:
             raise _broken(error.rule) from None
         return value
+    if type(value) is str and value.endswith(".py"):
+        raise _broken(f"which function of it? {show(f'{value}:NAME')}")
     if type(value) is not str or not is_plugin(value):
         return _known("kernel", value, (*kernel_names(), "file.py:function", "package.module:function"))
     place, _, function = value.rpartition(":")

@@ -310,6 +310,7 @@ def test_a_kernel_named_in_the_config_is_found_beside_it(cli: Command):
         ("", "absent.py:f", ["absent.py", "--kernel"]),
         ("", "no_such_package.module:f", ["no_such_package.module", "ModuleNotFoundError"]),
         ("", "egaer", ["--kernel", "'egaer'", "unknown kernel", "did you mean 'eager'?", "sdpa"]),
+        ("", "bad.py", ["--kernel", "which function of it? 'bad.py:NAME'"]),
         ("", "bad.py:not a name", ["--kernel", "not the name of a function"]),
     ],
 )
