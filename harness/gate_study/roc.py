@@ -72,15 +72,17 @@ def chart(swept: pd.DataFrame, standing: pd.DataFrame) -> Any:
     """A row for each mode, a column for each share; dots are where the tools stand."""
     import altair as alt
 
+    few_alarms = alt.Scale(type="sqrt", domain=[0, 1])  # a gate lives between none and a few per cent
+    ticks = alt.Axis(values=[0, 0.01, 0.05, 0.2, 0.5, 1], format="%", labelOverlap=False, labelFlush=False)
     panels = []
     for mode in swept["mode"].unique():
         row = []
         for share in SHARES:
             lines, dots = (each[(each["mode"] == mode) & (each["share"] == share)] for each in (swept, standing))
-            x = alt.X("false_alarms:Q", title="false alarms", scale=alt.Scale(domain=[0, 1]))
-            y = alt.Y("detected:Q", title="detected", scale=alt.Scale(domain=[0, 1]))
+            x = alt.X("false_alarms:Q", title="false alarms", scale=few_alarms, axis=ticks)
+            y = alt.Y("detected:Q", title="detected", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%"))
             color = alt.Color("decision:N", title=None, sort=None, scale=alt.Scale(scheme="tableau10"))
-            curve = alt.Chart(lines).mark_line(interpolate="linear", strokeWidth=1.5).encode(
+            curve = alt.Chart(lines).mark_line(strokeWidth=1.5).encode(
                 x=x, y=y, color=color, order=alt.Order("point:Q")
             )  # fmt: skip
             dot = alt.Chart(dots).mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y, color=color)
