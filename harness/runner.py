@@ -21,6 +21,7 @@ from harness.executors import Executor, make_executor
 from harness.executors.interrupts import Terminated
 from harness.exits import INTERRUPTED
 from harness.job import Job
+from harness.machine_load import Others
 from harness.record import RETRIED, Record
 from harness.report import rebuild
 from harness.report.progress import progress
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path("results")
 TERMINATED = 128 + signal.SIGTERM
+BUSY_SHARE = 0.25  # of the machine's cores: kept busy by others, they make timings less sure than their intervals say
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +101,11 @@ def run(
             hint = about.manifest.resume_command(folder.path, retry=retry)
             return f"after {len(cases) - len(pending)} of {len(cases)} cells; go on with: {hint}"
 
+        others = Others()
         try:
             measure_all(todo, pending, folder, Console(stderr=True, quiet=quiet), chosen)
+            if todo and suite.timing.enabled and executor in ("local", "here"):
+                _tell_if_busy(*others.stop())
             # The time of earlier sessions is known case by case only.
             elapsed = None if folder.finished else time.time() - started
             frame = rebuild(folder.path, suite=suite.name, elapsed=elapsed)
@@ -158,6 +163,15 @@ def measure_all(
             records.close()  # stops what is under way
     if pending:
         raise store.StoreError(f"no record came back for {store.some(tuple(pending))}")
+
+
+def _tell_if_busy(seconds: float, others: float) -> None:
+    cores = os.cpu_count() or 1
+    if others > BUSY_SHARE * cores:
+        log.warning(
+            "other programs kept %.1f of %d cores busy in these %.0f s: verdicts hold, speeds are less sure than their "
+            "intervals say; see `harness doctor`", others, cores, seconds
+        )  # fmt: skip
 
 
 def _executor(executor: str | Executor, jobs: int, suite: Suite) -> Executor:

@@ -6,14 +6,12 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 
 from harness import environment, store
@@ -26,6 +24,7 @@ from harness.gate_study.neighbour import neighbours
 from harness.gate_study.night import SHARES, CellResult, Night, NightResult
 from harness.gate_study.tools import OURS, TOOLS, Task
 from harness.gate_study.trees import SOURCE, Trees, make_trees
+from harness.machine_load import Others
 
 CALIBRATION, TREES = "calibration.json", "trees"
 CONFIG = SOURCE / "configs" / "gate_study.yaml"
@@ -136,7 +135,7 @@ def one_night(
     )
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with noise as pids:
-        watch = _Others(pids)
+        watch = Others(pids)
         found = TOOLS[work.tool](task)
         seconds, others = watch.stop()
     if len(found) != len(cases):
@@ -146,29 +145,6 @@ def one_night(
         for case, (decisions, details) in zip(cases, found, strict=True)
     )
     return NightResult(night, work.tool, began, seconds, others, cells)
-
-
-class _Others:
-    """Cores' worth of time of all work on the machine but ours, our finished children's and our neighbours'."""
-
-    def __init__(self, neighbour_pids: Sequence[int]) -> None:
-        self._neighbours = [psutil.Process(pid) for pid in neighbour_pids]
-        self._wall, self._busy, self._own = time.perf_counter(), _busy(), self._used()
-
-    def stop(self) -> tuple[float, float]:
-        seconds = time.perf_counter() - self._wall
-        others = (_busy() - self._busy - (self._used() - self._own)) / seconds
-        return seconds, max(0.0, others)
-
-    def _used(self) -> float:
-        own = os.times()
-        theirs = sum(sum(process.cpu_times()[:2]) for process in self._neighbours)
-        return own.user + own.system + own.children_user + own.children_system + theirs
-
-
-def _busy() -> float:
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def calibrated(
