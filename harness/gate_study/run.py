@@ -131,7 +131,7 @@ def one_night(
     # A tool's neighbours have a rhythm of their own: no tool meets the very bursts that another met.
     seed = random.Random(f"{night.seed} {work.tool}").randrange(10**6)
     noise: AbstractContextManager[list[int]] = (
-        neighbours(os.cpu_count() or 1, seed) if night.mode == "noisy" else contextlib.nullcontext([])
+        neighbours(_cores(), seed) if night.mode == "noisy" else contextlib.nullcontext([])
     )
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with noise as pids:
@@ -145,6 +145,11 @@ def one_night(
         for case, (decisions, details) in zip(cases, found, strict=True)
     )
     return NightResult(night, work.tool, began, seconds, others, cells)
+
+
+def _cores() -> int:
+    """Those that this study may use: with `taskset` two halves of a study run side by side."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def calibrated(
