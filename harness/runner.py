@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from harness.document import REGIMES
 from harness.errors import BadInput
 from harness.executors import Executor, make_executor
 from harness.executors.interrupts import Terminated
-from harness.exits import INTERRUPTED
+from harness.exits import INTERRUPTED, TERMINATED
 from harness.job import Job
 from harness.machine_load import Others
 from harness.record import RETRIED, Record
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RESULTS = Path("results")
-TERMINATED = 128 + signal.SIGTERM
 BUSY_SHARE = 0.25  # of the machine's cores: kept busy by others, they make timings less sure than their intervals say
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pandas as pd
 import pytest
 
 from harness import store
+from harness.config import load_suite
 from harness.environment import Environment
 from harness.gate import exact as gates
-from harness.gate.baseline import read_baseline
+from harness.gate.baseline import edited, read_baseline
 from harness.gate.columns import PEAK
 from harness.gate.exact import EXACT, Finding, GateError, accept, compare_exact, gate
 from harness.record import Record
@@ -379,14 +381,39 @@ def test_a_baseline_from_before_peak_memory_was_gated_still_gates(tmp_path: Path
     assert "peak_bytes empty -> 1000" in accept(run, tmp_path / "baseline")
 
 
-def test_the_committed_baselines_can_be_read() -> None:
-    committed = Path(__file__).parent.parent / "results" / "baseline"
-    names = sorted(path.stem for path in committed.glob("*.csv"))
-    assert names == ["default", "nightly", "smoke"]
-    for name in names:
-        table, about = gates.read_baseline(name, committed)
-        assert len(table) > 0
-        assert about.commit
+ROOT = Path(__file__).parent.parent
+COMMITTED = ROOT / "results" / "baseline"
+
+
+def test_there_is_a_baseline_for_each_suite_that_is_gated() -> None:
+    assert sorted(path.stem for path in COMMITTED.glob("*.csv")) == ["default", "nightly", "smoke"]
+
+
+@pytest.mark.parametrize("name", ["default", "nightly", "smoke"])
+def test_a_committed_baseline_guards_every_cell_of_its_suite(name: str) -> None:
+    table, about = gates.read_baseline(name, COMMITTED)
+    assert set(table["case_id"]) == {case.case_id for case in load_suite(ROOT / "configs" / f"{name}.yaml").cases}
+    assert set(table["status"]) == {"ok"} and table[PEAK].notna().all()
+    assert about.table_sha256 is not None and edited(about, COMMITTED) is None and about.warning is None
+
+
+@pytest.mark.parametrize("name", ["default", "nightly", "smoke"])
+def test_the_commit_of_a_committed_baseline_can_be_timed(name: str) -> None:
+    """`harness gate --base` checks it out and asks for what harness/gate/worker.py imports of it."""
+    commit = gates.read_baseline(name, COMMITTED)[1].commit
+    shown = subprocess.run(
+        ["git", "show", f"{commit}:harness/measure.py"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    if shown.returncode != 0 and not _has_all_commits():
+        pytest.skip("no git, or a clone without its history")
+    assert shown.returncode == 0, shown.stderr
+    assert "\ndef timed_call(" in shown.stdout
+
+
+def _has_all_commits() -> bool:
+    words = ["git", "rev-parse", "--is-shallow-repository"]
+    asked = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    return asked.stdout.strip() == "false"
 
 
 def test_what_cannot_be_a_baseline(tmp_path: Path) -> None:
@@ -408,8 +435,28 @@ def test_a_broken_baseline_is_named(tmp_path: Path) -> None:
         gate(run, tmp_path / "baseline")
 
 
+@pytest.mark.parametrize("damage", ["no json", "no column", "no axis", "broken"])
+def test_accepting_mends_a_broken_baseline_and_says_so(tmp_path: Path, damage: str) -> None:
+    run, baseline = folder(tmp_path / "run", record()), tmp_path / "baseline"
+    accept(run, baseline)
+    csv, about = baseline / "smoke.csv", baseline / "smoke.json"
+    match damage:
+        case "no json":
+            about.unlink()
+        case "broken":
+            about.write_text("{")
+        case _:
+            pd.read_csv(csv).drop(columns="flops" if damage == "no column" else "mask").to_csv(csv, index=False)
+    with pytest.raises(GateError, match=r"accept a|broken"):
+        gate(run, baseline)
+    assert "warning: nothing could be compared" in accept(run, baseline)
+    assert gate(run, baseline) == ()
+
+
 def test_two_suites_with_one_file_name_are_not_mixed_up(tmp_path: Path) -> None:
     accept(folder(tmp_path / "a", record(), config="name: a b\n"), tmp_path / "baseline")
+    with pytest.raises(GateError, match="baseline of suite 'a b', not of 'a/b'"):
+        accept(folder(tmp_path / "c", record(), config="name: a/b\n"), tmp_path / "baseline")
     with pytest.raises(GateError, match="baseline of suite 'a b', not of 'a/b'"):
         gate(folder(tmp_path / "b", record(), config="name: a/b\n"), tmp_path / "baseline")
 
@@ -463,6 +510,15 @@ def test_a_kernel_that_skips_no_more_or_for_the_first_time_is_seen() -> None:
     assert (less.kind, less.fails) == ("sparsity", True)
     kinds = {found.kind for found in compare([record(**all_kept)], [record(**SKIPPING)]) if found.fails}
     assert kinds == {"rel_l1", "cosine"}
+
+
+def test_a_kernel_that_is_no_more_judged_by_metrics_is_seen() -> None:
+    judged = SKIPPING | {"err_ratio": 0.5, "rel_l1": None, "cosine": None, "sparsity": None}
+    (found,) = compare([record(**SKIPPING)], [record(**judged)])
+    assert (found.kind, found.fails) == ("sparsity", True) and "empty" in found.message
+    # One that failed is told by its status, once.
+    (found,) = compare([record(**SKIPPING)], [record(**judged | {"status": "oom", "err_ratio": None})])
+    assert found.kind == "status"
 
 
 def test_an_exact_kernel_does_not_become_approximate_unseen() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from harness.case import Case
 from harness.cli import main
+from harness.executors.interrupts import Terminated
 from harness.gate import sampling
 from harness.gate.outcome import Outcome
 from harness.gate.process import Died, Process, Refused
@@ -198,6 +199,13 @@ def test_a_version_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
     broken = folder_version(tmp_path)
     with pytest.raises(TimingError, match=r"the base cannot be timed.*no_such_module_at_all"):
         judge_times(broken, broken, [cell("mha")], TimingSettings())
+
+
+def test_a_version_that_lacks_what_a_cell_needs_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "PROCESSES", 1)
+    old = copy_of_harness(tmp_path / "old", ("measure.py", "def timed_call(", "def timed_call_of_another_name("))
+    with pytest.raises(TimingError, match=r"the base cannot be timed.*timed_call"):
+        judge_times(old, folder_version(ROOT), [cell("mha"), cell("mqa")], TimingSettings())
 
 
 def copy_of_harness(where: Path, *changes: tuple[str, str, str]) -> Version:
@@ -451,6 +459,17 @@ def test_a_gate_that_is_interrupted_says_what_is_left(
     assert "not finished" in error and "records.jsonl" not in error
 
 
+def test_a_gate_that_is_terminated_has_the_exit_code_that_its_help_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> Any:
+        raise Terminated
+
+    monkeypatch.setattr("harness.gate.timing.judge_times", stop)
+    assert timing_only(tmp_path) == 143
+    assert "stopped by SIGTERM; the gate is not finished" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--min-effect", "--must-see", "--seconds"])
 def test_what_is_no_number_is_told_in_words(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -472,6 +491,19 @@ def test_what_is_no_number_is_told_in_words(option: str, capsys: pytest.CaptureF
 def test_bad_input(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["gate", *words]) == 2
+
+
+def test_what_the_exact_part_found_is_kept_though_nothing_can_be_timed(tmp_path: Path) -> None:
+    baseline = tmp_path / "baseline"
+    good, bad = folder(tmp_path / "good", record()), folder(tmp_path / "bad", record(status="mismatch"))
+    assert main(["gate", str(good), "--baseline", str(baseline), "--accept", "--quiet"]) == 0
+    words = ["--baseline", str(baseline), "--base-dir", str(ROOT)]
+    assert main(["gate", str(bad), *words]) == 2  # no cell to time
+    assert "FAIL" in (bad / "gate.md").read_text() and "mismatch" in (bad / "gate.xml").read_text()
+    # Where nothing failed there is no verdict yet, and none is left of an older gate.
+    assert main(["gate", str(good), "--baseline", str(baseline), "--quiet"]) == 0
+    assert main(["gate", str(good), *words, "--cells", "nothing-like-this"]) == 2
+    assert not (good / "gate.md").exists()
 
 
 def test_a_run_is_judged_in_both_parts(

@@ -15,7 +15,7 @@ from harness import store
 from harness.cli import main
 from harness.gate.baseline import accept
 from harness.gate.finding import Finding
-from harness.gate.junit import WHOLE_RUN, junit_xml
+from harness.gate.junit import WHOLE_NIGHT, WHOLE_RUN, junit_xml
 from harness.gate.markdown import SHOWN, gate_markdown
 from harness.gate.outcome import Outcome
 from harness.gate.outputs import gate_json, write_outputs
@@ -62,6 +62,10 @@ def test_a_night_that_decided_nothing_is_no_pass() -> None:
     assert not one.passed
     assert json.loads(gate_json(one))["passed"] is False
     assert gate_markdown(one).startswith("# Gate smoke: INCONCLUSIVE\n")
+    failure = cases(junit(one), "timing")[WHOLE_NIGHT].find("failure")
+    assert failure is not None and "nothing was shown" in failure.get("message", "")
+    decided = outcome(timing=(verdict(word="inconclusive"), verdict("b")))
+    assert WHOLE_NIGHT not in cases(junit(decided), "timing")
 
 
 def test_a_failing_finding_fails_and_a_note_does_not() -> None:

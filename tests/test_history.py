@@ -159,6 +159,14 @@ def test_a_bad_file_is_named_and_the_others_stay(tmp_path: Path, damage: bytes |
     assert len(files.read("smoke", tmp_path / "history")) == 2
 
 
+def test_a_night_from_before_a_metric_was_kept_is_read(tmp_path: Path) -> None:
+    path, _ = files.add(night(tmp_path, record("a")), tmp_path / "history")
+    pd.read_parquet(path).drop(columns="peak_bytes").to_parquet(path)
+    files.add(night(tmp_path, record("a", peak_bytes=7), day=1), tmp_path / "history")
+    found = files.read("smoke", tmp_path / "history")["peak_bytes"]
+    assert pd.isna(found[0]) and found[1] == 7
+
+
 def test_what_is_no_night(tmp_path: Path) -> None:
     with pytest.raises(HistoryError, match="no cells"):
         files.add(night(tmp_path), tmp_path / "history")
@@ -381,3 +389,10 @@ def test_the_same_commit_on_both_sides_is_said() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     print_trends(trends(frame), console, suite="s", metric="latency_ratio", every=True)
     assert "the code is the same" in console.export_text()
+
+
+@pytest.mark.parametrize("commits", [["c00"] * 20, [f"c{day:02}" for day in range(20)]])
+def test_changes_that_were_not_committed_are_said(commits: list[str]) -> None:
+    frame = history({"a": stepped(20, 10, by=0.3)}, commit=commits, dirty=[day == 10 for day in range(20)])
+    shown = trends_markdown(trends(frame), suite="s", metric="latency_ratio")
+    assert "with changes that were not committed" in shown and "the code is the same" not in shown

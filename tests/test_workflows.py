@@ -98,7 +98,10 @@ def test_the_nightly_runs_gates_keeps_the_history_and_posts_the_summary() -> Non
 def test_a_history_that_was_not_fetched_is_not_replaced() -> None:
     """Uploading after a failed download would leave tonight's night alone."""
     found = {step.get("id"): step for step in steps(ROOT / ".github" / "workflows" / "nightly.yml")}
+    assert "steps.newest.outcome == 'success'" in found["history"]["if"]
     assert "steps.fetch.outcome != 'failure'" in found["history"]["if"]
+    # The night itself goes on without it: `outcome` is that before continue-on-error.
+    assert found["newest"]["continue-on-error"] is True and found["fetch"]["continue-on-error"] is True
     # Steps with a condition of their own also run after a failure: only one that has the search behind it may.
     assert "steps.run.outcome != 'skipped'" in found["history"]["if"]
     uploads = [

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.console import terminal
-from harness.exits import EQUAL, INTERRUPTED, NOT_EQUAL
+from harness.exits import EQUAL, INTERRUPTED, NOT_EQUAL, TERMINATED
 
 if TYPE_CHECKING:
     from harness.gate.cells import Cells
@@ -113,10 +113,10 @@ def execute(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as stop:
         from harness.executors.interrupts import Terminated
 
-        if isinstance(stop, Terminated):
-            raise
-        print("harness: interrupted; the gate is not finished, and its files are not written", file=sys.stderr)
-        return INTERRUPTED
+        terminated = isinstance(stop, Terminated)
+        how = "stopped by SIGTERM" if terminated else "interrupted"
+        print(f"harness: {how}; the gate is not finished, and its files are not written", file=sys.stderr)
+        return TERMINATED if terminated else INTERRUPTED
     return EQUAL if outcome.passed else NOT_EQUAL
 
 
@@ -146,6 +146,9 @@ def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
         return write_outputs(
             options.folder, suite=exact.suite_name(options.folder), findings=findings, strict=options.strict
         )
+    if any(finding.fails for finding in findings):
+        # Before anything is timed: should that fail, too, what the exact part found is on the job's page all the same.
+        write_outputs(options.folder, suite=exact.suite_name(options.folder), findings=findings, strict=options.strict)
     cells, settings, base, head, verdicts = _time(options)
     told = {
         "base": base.name,

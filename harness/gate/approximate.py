@@ -26,6 +26,8 @@ def is_without_ratio(before: Row, after: Row) -> bool:
 def compare_approximate(case_id: str, before: Row, after: Row, *, excuse: str = "") -> Iterator[Finding]:
     """`excuse` where another machine may move the numbers: then they are noted alone."""
     if not has_metrics(after):
+        if has_metrics(before) and after["status"] in ("ok", "degraded"):  # a failure is told by its status
+            yield Finding(case_id, "sparsity", f"{show(before['sparsity'])} -> empty: not judged by metrics now", True)
         return
     for name in METRICS:
         old, new = before[name], after[name]

@@ -16,6 +16,10 @@ from harness.gate.finding import GateError
 from harness.record import STATUSES
 
 
+class OtherSuite(GateError):
+    """Two names may make one file's name; neither may take the other's place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Provenance:
     """What a baseline came from; stands beside its table as JSON."""
@@ -54,14 +58,29 @@ def accept(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) ->
     provenance = Provenance(
         suite, environment.commit, config_hash(run_folder), environment, _table_hash(text_of_table.encode())
     )
-    old = read_baseline(suite, baseline_dir)[0] if csv.exists() else new.iloc[:0]
-    text = _describe(suite, old, new, environment)
+    old, lost = _replaced(suite, baseline_dir) if csv.exists() else (None, None)
+    text = _describe(suite, new.iloc[:0] if old is None else old, new, environment)
+    if lost:
+        text += f"\nwarning: nothing could be compared: {lost}"
     if provenance.warning:
         text += f"\nwarning: {provenance.warning}"
     baseline_dir.mkdir(parents=True, exist_ok=True)
     for path, data in zip(_paths(suite, baseline_dir), (text_of_table, _json(provenance)), strict=True):
         store.write_atomically(path, data.encode())
     return text
+
+
+def _replaced(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame | None, str | None]:
+    """The table that is to be replaced; or, where it is broken, why it cannot be compared: accepting mends that."""
+    try:
+        old = read_baseline(suite, baseline_dir)[0]
+    except OtherSuite:
+        raise
+    except GateError as error:
+        return None, str(error)
+    if absent := [name for name in BASELINE_COLUMNS if name not in old.columns]:
+        return None, f"{_paths(suite, baseline_dir)[0]} has no column {', '.join(absent)}"
+    return old, None
 
 
 def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provenance]:
@@ -77,7 +96,7 @@ def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provena
     except (ValueError, TypeError, KeyError) as error:
         raise GateError(f"the baseline {csv} or {about.name} is broken: {error}") from error
     if provenance.suite != suite:
-        raise GateError(f"{csv} is the baseline of suite {provenance.suite!r}, not of {suite!r}; rename one of them")
+        raise OtherSuite(f"{csv} is the baseline of suite {provenance.suite!r}, not of {suite!r}; rename one of them")
     for name in (*METRICS, PEAK):
         if name not in frame.columns:  # accepted before it was gated
             frame[name] = pd.Series(None, index=frame.index, dtype=store.dtype(name))

@@ -8,7 +8,7 @@ import pandas as pd
 from harness import store
 from harness.gate.approximate import compare_approximate, is_without_ratio, ungated
 from harness.gate.baseline import Provenance, accept, config_hash, edited, read_baseline, suite_name
-from harness.gate.columns import EXACT, GATED, PEAK, Row, counted, rows, same, show
+from harness.gate.columns import BASELINE_COLUMNS, EXACT, GATED, PEAK, Row, counted, rows, same, show
 from harness.gate.finding import Finding, GateError
 from harness.gate.renames import renames
 from harness.record import FAILING
@@ -66,7 +66,7 @@ def compare_exact(run: pd.DataFrame, baseline: pd.DataFrame, *, moved: tuple[str
     themselves, and are noted; statuses and counts may not.
     """
     for name, frame in (("run", run), ("baseline", baseline)):
-        if lost := [column for column in ("case_id", *GATED) if column not in frame.columns]:
+        if lost := [column for column in BASELINE_COLUMNS if column not in frame.columns]:
             raise GateError(f"the {name}'s table has no column {', '.join(lost)}; accept a new baseline")
     if run.empty:
         return (Finding("", "empty_run", "the run has no cells", True),)

@@ -31,6 +31,7 @@ BLOCKS = 8  # of a round
 FEWEST_BLOCKS = 2
 REFERENCE_EVERY = 4  # blocks; it is shown, not judged
 PROCESSES = 3  # of each version
+FAR_SLOWER = 4.0  # times the base: more than a first call in a cold cache is
 
 
 class CellFailed(Exception):
@@ -44,7 +45,7 @@ class CellFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Fixed from the base's time before anything is compared, and the same for all sides."""
+    """Fixed before anything is compared, and the same for all sides."""
 
     calls: int  # of a sample
     warm: int  # calls before a sample, not timed: another process had the caches
@@ -79,11 +80,12 @@ class Crew:
         missing = [(side, at) for side in self._versions for at in range(PROCESSES) if (side, at) not in self._members]
         for key in missing:
             self._members[key] = self._start(key[0])
-        for side, at in missing:
+        for number, (side, at) in enumerate(missing):
             try:
                 self._members[side, at].greet()
             except (Died, Refused) as error:
-                self.lose(side, at)
+                for each in missing[number:]:  # those not greeted yet would take a cell for the greeting
+                    self.lose(*each)
                 raise CellFailed(side, f"its process does not start: {error}", died=True) from None
 
     def member(self, side: str, at: int) -> Process:
@@ -140,7 +142,7 @@ class Sampler:
             self._build(key)
         self._took += 1
         if self._plan is None:
-            self._plan = self._make_plan(twins[:2])
+            self._plan = self._make_plan(twins)
         plan = self._plan
         times = np.full((plan.blocks, len(twins)), math.nan)
         reference = []
@@ -174,9 +176,13 @@ class Sampler:
     def _sample(self, key: tuple[str, int], side: str, plan: Plan) -> dict[str, Any]:
         return self._ask(key, "time", sample={"side": side, "calls": plan.calls, "warm": plan.warm})
 
-    def _make_plan(self, sides: Sequence[tuple[str, int]]) -> Plan:
+    def _make_plan(self, twins: Sequence[tuple[str, int]]) -> Plan:
+        *bases, head = twins
         trial = Plan(calls=3, warm=1, blocks=0)
-        once = float(np.median([self._sample(key, "candidate", trial)["seconds"] for key in sides]))
+        once = float(np.median([self._sample(key, "candidate", trial)["seconds"] for key in bases]))
+        # Planned for the base, a head that is many times slower would not get the fewest rounds in its time.
+        slow = float(self._sample(head, "candidate", Plan(calls=1, warm=0, blocks=0))["seconds"])
+        once = slow if slow > FAR_SLOWER * once else once
         if once >= LONG_S:
             calls, warm = (2 if once < 3 * LONG_S else 1), 0
         else:
@@ -193,6 +199,8 @@ class Sampler:
             self._crew.lose(side, at)
             raise CellFailed(side, str(death), died=True, hung=isinstance(death, Hung)) from None
         except Refused as refusal:
+            if side == "head":  # a regression, if a fresh process refuses too
+                self._crew.lose(side, at)
             raise CellFailed(side, str(refusal), died=False) from None
 
 
@@ -201,7 +209,7 @@ LOOKS = (8, 12, 18, 27, 40)  # rounds
 AGAIN = 16  # rounds of the second measurement, at which nobody looks before its end
 FIRST = 0.6  # of the seconds
 OVERTIME = 1.0  # of a measurement's seconds, for those that cannot have the fewest rounds of any use before
-LONG_OVERTIME = 5.0  # the same for those that are far from unchanged by what there is
+LONG_OVERTIME = 9.0  # the same for those that are far from unchanged by what there is
 
 
 def measure_until(

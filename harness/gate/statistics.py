@@ -20,6 +20,7 @@ NEAR = 0.05  # a cell with a p-value below this is not clearly unchanged, howeve
 SEEN = 0.9
 CONFIDENCE = 0.95  # of the interval, both sides together
 FAR = 2.0  # times what must be seen
+BEYOND_DOUBT = ((2.0, 3), (10.0, 1))  # so many times as slow as both bases, in so many rounds and all there are
 FEWEST_AGAIN = 3  # rounds of a second measurement: it is asked for its side of the limit alone
 MIN_ROUNDS = 6  # fewer leave a standard error that is a guess
 # What processes of the same code differ by for as long as they live, and what a few of them cannot show by themselves.
@@ -192,6 +193,16 @@ def seconds_of(times: np.ndarray) -> tuple[float, float]:
 def is_far(times: np.ndarray, settings: TimingSettings) -> bool:
     """Too few rounds to judge, but so far beyond what must be seen that more of them are worth their time."""
     return abs(raw_change(times)) > FAR * math.log1p(settings.must_see)
+
+
+def is_beyond_doubt(times: np.ndarray) -> bool:
+    """Too few rounds for a standard error, but the head is so much slower in all of them that none is needed."""
+    logs = _whole(times)
+    if not len(logs) or 2 * len(logs) < len(times):
+        return False
+    fastest = _fastest(logs)
+    least = float((fastest[:, HEAD] - fastest[:, :HEAD].max(axis=1)).min())
+    return any(len(logs) >= rounds and least >= math.log(factor) for factor, rounds in BEYOND_DOUBT)
 
 
 @dataclass(frozen=True, slots=True)

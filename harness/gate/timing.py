@@ -26,7 +26,7 @@ from harness.gate.statistics import Estimate, Level
 from harness.gate.verdicts import TimingSettings, TimingVerdict, Verdict
 from harness.gate.versions import Version
 
-ATTEMPTS = 2  # a process that died in a cell may have been damaged by an earlier one: a fresh one tells
+ATTEMPTS = 2  # a process that died in a cell, or refused it, may have been damaged by an earlier one: a fresh one tells
 MOST_HANGS = 3  # cells; each costs its whole time limit, and a night has hundreds
 
 Progress = Callable[[int, str], None]
@@ -76,17 +76,17 @@ def judge_times(
         # Neighbours of a grid are alike, and a minute's trouble would hit all of them: in random order it does not.
         for done, cell in enumerate(chance.sample(cells, len(cells))):
             report(done, cell.case.case_id)
-            if sum(other.failure is not None and other.failure.hung for other in cells) >= MOST_HANGS:
+            if _hangs(cells) >= MOST_HANGS:
                 cell.failure = CellFailed(
                     "both", f"{MOST_HANGS} cells hung before it, and the night must end", died=False
                 )
             else:
                 _measure(cell, crew, settings, chance, enough=enough)
         flagged = [cell for cell in cells if _is_worth_another_look(cell, settings, level, seed=seed)]
-        if flagged:
-            crew.dismiss()
-            _start(crew)
+        if flagged and _starts_afresh(crew):
             for cell in flagged:
+                if _hangs(cells) >= MOST_HANGS:
+                    break
                 report(len(cells), f"again: {cell.case.case_id}")
                 _measure_again(cell, crew, settings, chance)
         report(len(cells), "")
@@ -99,6 +99,20 @@ def _start(crew: Crew) -> None:
         crew.muster()
     except CellFailed as failure:
         raise TimingError(f"the {failure.side} cannot be timed: {failure.reason}") from None
+
+
+def _starts_afresh(crew: Crew) -> bool:
+    """Where it does not, what has been measured is judged all the same, and its changes are "not measured again"."""
+    crew.dismiss()
+    try:
+        crew.muster()
+    except CellFailed:
+        return False
+    return True
+
+
+def _hangs(cells: Sequence[_Cell]) -> int:
+    return sum(cell.failure is not None and cell.failure.hung for cell in cells)
 
 
 def _measure(
@@ -121,7 +135,7 @@ def _measure(
 
 
 def _attempt(cell: _Cell, measure: Callable[[], None]) -> None:
-    """Once more where a process died, but not where it hung: that would take its whole time again."""
+    """Once more where a process died or the head refused; not where it hung, which would take its whole time again."""
     started = time.perf_counter()
     for _ in range(ATTEMPTS):
         cell.failure = None
@@ -129,7 +143,7 @@ def _attempt(cell: _Cell, measure: Callable[[], None]) -> None:
             measure()
         except CellFailed as failure:
             cell.failure = failure
-        if cell.failure is None or not cell.failure.died or cell.failure.hung:
+        if cell.failure is None or cell.failure.hung or not (cell.failure.died or cell.failure.side == "head"):
             break
     cell.seconds += time.perf_counter() - started
 
@@ -141,7 +155,7 @@ def _whose(failure: CellFailed, cell: _Cell, crew: Crew, settings: TimingSetting
     try:
         Sampler(crew, cell.case, settings, chance=chance).try_head()
     except CellFailed as other:
-        return CellFailed("both", other.reason, died=other.died)
+        return CellFailed("both", other.reason, died=other.died, hung=other.hung)
     return failure
 
 
@@ -185,7 +199,9 @@ def _judge(cells: Sequence[_Cell], settings: TimingSettings, level: Level, *, se
         rank = found_already + (not q_slower[at] <= settings.level)
         smallest = found.smallest(settings.min_effect, level.alone * rank)
         if cell.failure is not None:
-            verdict, reason = _failed(cell.failure)
+            verdict, reason = _failed(cell.failure, again=bool(cell.rounds))
+        elif 0 < len(cell.rounds) < statistics.MIN_ROUNDS and statistics.is_beyond_doubt(stack(cell.rounds)):
+            verdict, reason = "regression", _too_slow(cell)
         elif 0 < len(cell.rounds) < statistics.MIN_ROUNDS:
             verdict, reason = "inconclusive", _too_few(cell)
         else:
@@ -207,7 +223,13 @@ def _too_few(cell: _Cell) -> str:
     return f"too slow for its time: {told}; raise --seconds"
 
 
-def _failed(failure: CellFailed) -> tuple[Verdict, str]:
+def _too_slow(cell: _Cell) -> str:
+    factor = math.exp(statistics.raw_change(stack(cell.rounds)))
+    return f"{factor:.1f} times as slow, in all of the {len(cell.rounds)} rounds that it got in {cell.seconds:.0f} s"
+
+
+def _failed(failure: CellFailed, *, again: bool) -> tuple[Verdict, str]:
+    """`again`: it could be timed at first."""
     if failure.side == "both":
         return "inconclusive", f"neither version can be timed here: {failure.reason}"
     if failure.side == "head":
@@ -215,6 +237,8 @@ def _failed(failure: CellFailed) -> tuple[Verdict, str]:
         return "regression", f"{how}: {failure.reason}"
     if failure.died:
         return "inconclusive", f"base died: {failure.reason}"
+    if again:
+        return "inconclusive", f"the base refused it when measured again: {failure.reason}"
     return "inconclusive", f"new in head: the base cannot build this cell: {failure.reason}"
 
 

@@ -94,7 +94,7 @@ def resolve(revision: str, repository: Path) -> str:
     if commit is None:
         shallow = _ask_git(repository, "rev-parse", "--is-shallow-repository") == "true"
         hint = "the clone is shallow: fetch more of the history (git fetch --unshallow)" if shallow else "see git log"
-        raise VersionError(f"--base {revision}: git knows no such commit; {hint}")
+        raise VersionError(f"--base {revision}: git knows no such commit in {repository}; {hint}")
     return commit
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from harness.gate_study.night import MODES
-from harness.gate_study.tally import Line, Rate, smallest_borne_out
+from harness.gate_study.tally import LITTLE_MORE, Line, Rate, smallest_borne_out
 from harness.gate_study.tools import OURS
 
 REACHED, MISSED, NOT_MEASURED = "reached", "missed", "not measured"
@@ -36,7 +36,8 @@ def judge(lines: Sequence[Line], frame: pd.DataFrame) -> list[Verdict]:
                 _at_least(f"detection at {x:+.0%}, {mode}", _detected(own, x), y) for x, y in DETECTION.items()
             ]
             borne_out = smallest_borne_out(frame, mode)
-            verdicts.append(_at_least(f"effects of at least the printed smallest are seen, {mode}", borne_out, SEEN))
+            title = f"effects of 1 to {LITTLE_MORE:g} times the printed smallest are seen, {mode}"
+            verdicts.append(_at_least(title, borne_out, SEEN))
         seconds = None if own is None else own.seconds
         status = NOT_MEASURED if seconds is None else REACHED if seconds <= MOST_SECONDS else MISSED
         shown = "" if seconds is None else f"{seconds:.2f} s"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness import store
-from harness.history.night import COLUMNS, HistoryError, night_of
+from harness.history.night import COLUMNS, METRICS, HistoryError, night_of
 
 
 def add(folder: Path, history: Path) -> tuple[Path, bool]:
@@ -59,6 +59,9 @@ def _night(path: Path) -> pd.DataFrame:
         frame = pd.read_parquet(path)
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise HistoryError(f"a night of the history cannot be read: {error}; {remedy}") from error
+    for name in METRICS:
+        if name not in frame.columns:  # kept before there was such a metric
+            frame[name] = pd.Series(None, index=frame.index, dtype=store.dtype(name))
     if lost := [name for name in COLUMNS if name not in frame.columns]:
         raise HistoryError(f"a night of the history has no column {', '.join(lost)}; {remedy}")
     if frame.empty:

@@ -33,6 +33,7 @@ class Change:
     first: pd.Timestamp
     good: str | None
     bad: str | None
+    dirty: bool  # in one of these nights the tree had changes that were not committed
     also: tuple[str, ...]  # software that changed between these two nights
 
     @property
@@ -119,7 +120,8 @@ def _change(last: Row, first: Row, before: float, after: float, p_value: float |
         f"{name} {last[name]} -> {first[name]}" for name in SOFTWARE if _text(last, name) != _text(first, name)
     )
     good, bad = (_text(night, "commit") for night in (last, first))
-    return Change(before, after, p_value, last["time"], first["time"], good, bad, also)
+    dirty = any(not pd.isna(night["dirty"]) and bool(night["dirty"]) for night in (last, first))
+    return Change(before, after, p_value, last["time"], first["time"], good, bad, dirty, also)
 
 
 def _text(night: Row, name: str) -> str | None:

@@ -68,9 +68,11 @@ def _by_commits(changes: Sequence[CellChange]) -> list[list[CellChange]]:
 def commit_range(change: Change) -> str:
     if change.good is None or change.bad is None:
         return "commits not known"
+    uncommitted = "with changes that were not committed"
     if change.good == change.bad:
-        return f"{change.good[:12]} in both: the code is the same, so the machine or its software changed"
-    return f"{change.good[:12]}..{change.bad[:12]}"
+        why = uncommitted if change.dirty else "the code is the same, so the machine or its software changed"
+        return f"{change.good[:12]} in both: {why}"
+    return f"{change.good[:12]}..{change.bad[:12]}{f', {uncommitted}' if change.dirty else ''}"
 
 
 def _print_group(group: Sequence[CellChange], console: Console, *, several: bool) -> None:
