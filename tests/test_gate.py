@@ -264,7 +264,7 @@ def test_an_accepted_run_passes_its_own_gate(tmp_path: Path) -> None:
     assert about.environment == HERE
     assert len(about.config_sha256) == 64
     first = (tmp_path / "baseline" / "smoke.csv").read_bytes()
-    assert accept(run, tmp_path / "baseline").endswith("0 new, 0 removed, 0 changed")
+    assert accept(run, tmp_path / "baseline").splitlines()[0].endswith("0 new, 0 removed, 0 changed")
     assert (tmp_path / "baseline" / "smoke.csv").read_bytes() == first
 
 
@@ -284,6 +284,29 @@ def test_accepting_shows_what_changes(tmp_path: Path) -> None:
         "+ d  ok",
     ]
     assert gate(new, tmp_path / "baseline") == ()
+
+
+def test_accepting_shows_another_machine_or_config_and_warns_of_failing_cells(tmp_path: Path) -> None:
+    baseline = tmp_path / "baseline"
+    accept(folder(tmp_path / "old", record()), baseline)
+    moved = folder(
+        tmp_path / "new", record(), config="name: smoke\nseed: 1\n", environment=replace(HERE, threads=1, commit="beef")
+    )
+    lines = accept(moved, baseline).splitlines()
+    assert lines[1:] == ["~ threads 2 -> 1", "~ the config"]
+    wrong = folder(tmp_path / "wrong", record(), record("b", status="error", error="ValueError: no"))
+    assert "warning: 1 cell accepted as failing: b" in accept(wrong, baseline)
+
+
+def test_a_cell_that_fails_now_is_told_once_with_its_own_words() -> None:
+    broken = record(status="error", error="ValueError: boom\n  in gqa", err_ratio=None, **dict.fromkeys(NUMBERS))
+    (found,) = compare([record()], [broken])
+    assert (found.kind, found.message) == ("status", "ok -> error: ValueError: boom in gqa")
+    (new,) = [each for each in compare([record("b")], [record("b"), broken]) if each.kind == "new"]
+    assert new.fails and "its status is error: ValueError: boom in gqa" in new.message
+    # A wrong answer still has its numbers, and each that differs is told.
+    wrong = record(status="mismatch", error="output: 40 N", kv_cache_bytes=4097)
+    assert {each.kind for each in compare([record()], [wrong])} == {"status", "kv_cache_bytes"}
 
 
 def test_a_baseline_of_uncommitted_changes_is_warned_of(tmp_path: Path) -> None:

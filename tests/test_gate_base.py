@@ -83,7 +83,7 @@ def test_it_goes_after_an_error_too(repository: Path) -> None:
     assert len(git(repository, "worktree", "list").splitlines()) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_goes_after_a_signal(repository: Path, number: signal.Signals) -> None:
     code = (
         "import sys, time; from pathlib import Path; from harness.gate.versions import checked_out\n"

@@ -21,7 +21,7 @@ from harness.environment import Environment
 from harness.history import files
 from harness.history.change_points import FEWEST, find_steps
 from harness.history.night import COLUMNS, HistoryError
-from harness.history.trend import trends
+from harness.history.trend import fewest_nights, trends
 from harness.record import Record
 from harness.report.trend import print_trends, trends_markdown
 from harness.store import RunFolder
@@ -363,24 +363,42 @@ def shown(frame: pd.DataFrame, metric: str = "latency_ratio") -> str:
     return console.export_text()
 
 
-def test_too_few_nights_are_not_called_no_change() -> None:
-    few, enough = 2 * FEWEST - 1, 2 * FEWEST
-    for count in (1, 2, few):
-        text = shown(history({"a": stepped(count, count)}))
-        assert "too few nights to tell; a cell needs 6" in text
+@pytest.mark.parametrize("cells", [1, 3, 32])
+def test_too_few_nights_are_not_called_no_change(cells: int) -> None:
+    """A step that nobody could miss is found with just the nights that are said to be needed."""
+    enough = fewest_nights("latency_ratio", cells)
+
+    def nights(count: int, *, by: float, seed: int = 0) -> pd.DataFrame:
+        quiet = {f"quiet {seed}": stepped(count, count, seed=seed) for seed in range(1, cells)}
+        return history(quiet | {"a": stepped(count, count // 2, by=by, seed=seed)})
+
+    for count in (1, 2, enough - 1):
+        text = shown(nights(count, by=0.0))
+        assert f"too few nights to tell; a change in one cell alone needs {enough}" in text
         assert "no change" not in text
-    assert "no change" in (text := shown(history({"a": stepped(enough, enough)})))
-    assert "too few" not in text
-    gaps = stepped(few, few) + [float("nan")] * 4
-    assert "too few nights to tell" in shown(history({"a": gaps}))
-    never = [float("nan")] * 9  # an unsupported cell has no time, and never will
-    text = shown(history({"a": stepped(9, 9), "b": gaps, "c": never}))
+    assert all("1 change" in shown(nights(enough, by=2.0, seed=100 + seed)) for seed in range(5))
+    text = shown(nights(enough, by=0.0))
+    assert "no change" in text and "too few" not in text
+
+
+def test_a_change_that_all_cells_share_is_told_by_fewer_nights() -> None:
+    few = fewest_nights("latency_ratio", 1)
+    frame = history({f"{seed}": stepped(few, few // 2, by=1.0, seed=seed) for seed in range(12)})
+    assert few < fewest_nights("latency_ratio", 12)
+    assert "12 changes" in shown(frame)
+
+
+def test_series_with_too_few_nights_are_counted() -> None:
+    enough = fewest_nights("latency_ratio", 3)
+    gaps = stepped(enough - 4, enough) + [float("nan")] * 4
+    never = [float("nan")] * enough  # an unsupported cell has no time, and never will
+    text = shown(history({"a": stepped(enough, enough), "b": gaps, "c": never}))
     assert "no change" in text
-    assert "1 of 3 series have fewer than 6 nights: too few to tell" in text
+    assert f"1 of 3 series have fewer than {enough} nights: too few to tell" in text
 
 
 def test_an_exact_metric_needs_two_nights() -> None:
-    assert "a cell needs 2" in shown(history({"a": [1.0]}, peak_bytes=[9]), "peak_bytes")
+    assert "a change in one cell alone needs 2" in shown(history({"a": [1.0]}, peak_bytes=[9]), "peak_bytes")
     assert "no change" in shown(history({"a": [1.0, 1.0]}, peak_bytes=[9, 9]), "peak_bytes")
 
 

@@ -97,8 +97,8 @@ def execute(options: argparse.Namespace) -> int:
     from harness.errors import BadInput
 
     wants_timing = options.base is not None or options.base_dir is not None
-    if not wants_timing and (options.timing_only or options.cells or options.kernel):
-        raise BadInput("--timing-only, --cells and --kernel are about timing: add --base REV or --base-dir DIR")
+    if not wants_timing and (options.timing_only or options.cells or options.kernel or options.seed is not None):
+        raise BadInput("--timing-only, --cells, --kernel and --seed are about timing: add --base REV or --base-dir DIR")
     if options.timing_only is not None and options.folder is not None:
         raise BadInput(f"--timing-only judges no run: leave out {options.folder}, or give it without --timing-only")
     options.folder = options.folder or Path("results/latest")
@@ -115,7 +115,7 @@ def execute(options: argparse.Namespace) -> int:
 
         terminated = isinstance(stop, Terminated)
         how = "stopped by SIGTERM" if terminated else "interrupted"
-        print(f"harness: {how}; the gate is not finished, and its files are not written", file=sys.stderr)
+        print(f"harness: {how}; the gate is not finished: times are not judged", file=sys.stderr)
         return TERMINATED if terminated else INTERRUPTED
     return EQUAL if outcome.passed else NOT_EQUAL
 

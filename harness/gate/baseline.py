@@ -13,7 +13,7 @@ from harness import store
 from harness.environment import Environment
 from harness.gate.columns import BASELINE_COLUMNS, GATED, METRICS, PEAK, counted, rows, same, show
 from harness.gate.finding import GateError
-from harness.record import STATUSES
+from harness.record import FAILING, STATUSES
 
 
 class OtherSuite(GateError):
@@ -58,29 +58,40 @@ def accept(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) ->
     provenance = Provenance(
         suite, environment.commit, config_hash(run_folder), environment, _table_hash(text_of_table.encode())
     )
-    old, lost = _replaced(suite, baseline_dir) if csv.exists() else (None, None)
-    text = _describe(suite, new.iloc[:0] if old is None else old, new, environment)
-    if lost:
-        text += f"\nwarning: nothing could be compared: {lost}"
-    if provenance.warning:
-        text += f"\nwarning: {provenance.warning}"
+    old, before, lost = _replaced(suite, baseline_dir) if csv.exists() else (None, None, None)
+    lines = [_describe(suite, new.iloc[:0] if old is None else old, new, environment)]
+    lines += [] if before is None else _moved(before, provenance)
+    lines += [f"warning: {each}" for each in (*_doubts(new), lost, provenance.warning) if each]
     baseline_dir.mkdir(parents=True, exist_ok=True)
     for path, data in zip(_paths(suite, baseline_dir), (text_of_table, _json(provenance)), strict=True):
         store.write_atomically(path, data.encode())
-    return text
+    return "\n".join(lines)
 
 
-def _replaced(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame | None, str | None]:
-    """The table that is to be replaced; or, where it is broken, why it cannot be compared: accepting mends that."""
+def _replaced(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame | None, Provenance | None, str | None]:
+    """What is to be replaced; or, where it is broken, why it cannot be compared: accepting mends that."""
     try:
-        old = read_baseline(suite, baseline_dir)[0]
+        old, provenance = read_baseline(suite, baseline_dir)
     except OtherSuite:
         raise
     except GateError as error:
-        return None, str(error)
+        return None, None, f"nothing could be compared: {error}"
     if absent := [name for name in BASELINE_COLUMNS if name not in old.columns]:
-        return None, f"{_paths(suite, baseline_dir)[0]} has no column {', '.join(absent)}"
-    return old, None
+        csv = _paths(suite, baseline_dir)[0]
+        return None, None, f"nothing could be compared: {csv} has no column {', '.join(absent)}"
+    return old, provenance, None
+
+
+def _moved(before: Provenance, after: Provenance) -> list[str]:
+    """Another machine, or config, is a change of what is gated: elsewhere drift and peak memory are only noted."""
+    changes = before.environment.differences(after.environment)
+    lines = [f"~ {key} {old} -> {new}" for key, (old, new) in changes.items() if key in store.COMPARED]
+    return lines + ["~ the config"] * (before.config_sha256 != after.config_sha256)
+
+
+def _doubts(table: pd.DataFrame) -> list[str]:
+    failing = [str(each) for each in table.loc[table["status"].isin(FAILING), "case_id"]]
+    return [f"{counted(len(failing), 'cell')} accepted as failing: {store.some(failing)}"] if failing else []
 
 
 def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provenance]:
@@ -134,7 +145,7 @@ def suite_name(folder: Path) -> str:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise GateError(f"{path} does not exist, so the run's suite is not known") from None
+        raise GateError(f"there is no run in {folder}: it has no {store.CONFIG}; `harness run` makes one") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise GateError(f"{path}: {error}") from error
     name = config.get("name") if isinstance(config, dict) else None

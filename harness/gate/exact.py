@@ -29,6 +29,8 @@ __all__ = [
 
 # An error ratio moves with the code that computes it, and correct code stays below 1.8 N (SPEC's calibration): growing
 # twofold is drift, unless it still ends below the noise floor itself.
+MOST_TOLD = 300  # characters of a cell's own words
+WITHOUT_ANSWER = ("error", "timeout", "oom")
 DRIFT_FACTOR = 2.0
 DRIFT_FLOOR = 1.0
 # Where these are the same, rounding and allocations are, too; where one differs, both may move without a fault.
@@ -103,14 +105,23 @@ def _rank(status: str) -> int:
 
 def _new(case_id: str, row: Row) -> Finding:
     fails = row["status"] in FAILING
-    return Finding(case_id, "new", f"not in the baseline; its status is {row['status']}", fails)
+    return Finding(case_id, "new", f"not in the baseline; its status is {row['status']}{_reason(row)}", fails)
+
+
+def _reason(row: Row) -> str:
+    """Its own words, in one line."""
+    error = row.get("error")
+    return "" if error is None or pd.isna(error) or not str(error) else f": {' '.join(str(error).split())[:MOST_TOLD]}"
 
 
 def _compare_cell(case_id: str, before: Row, after: Row, moved: tuple[str, ...]) -> list[Finding]:
     findings = []
     if before["status"] != after["status"]:
         worse = not _rank(after["status"]) <= _rank(before["status"])
-        findings.append(Finding(case_id, "status", f"{before['status']} -> {after['status']}", worse))
+        message = f"{before['status']} -> {after['status']}{_reason(after)}"
+        findings.append(Finding(case_id, "status", message, worse))
+        if worse and after["status"] in WITHOUT_ANSWER:
+            return findings  # that it has no numbers now is no news
     for column in EXACT:
         if not same(before[column], after[column]):
             message = f"{show(before[column])} -> {show(after[column])}"
@@ -175,4 +186,4 @@ def _no_peak(before: Mapping[str, Row], after: Mapping[str, Row]) -> list[Findin
 
 
 def _is_untimed(row: Row) -> bool:
-    return bool(pd.isna(row[PEAK])) and not _was_timed(row)
+    return bool(pd.isna(row[PEAK])) and not _was_timed(row) and row["status"] not in FAILING

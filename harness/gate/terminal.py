@@ -41,9 +41,10 @@ def _lines(one: TimingVerdict) -> list[Text]:
     interval = ABSENT if one.lo is None else f"{_percent(one.lo)} … {_percent(one.hi)}"
     base, head = (ABSENT if each is None else f"{each:.3g}" for each in (one.base_ms, one.head_ms))
     numbers = f"{_percent(one.change)} ({interval}), sees from {_percent(one.smallest)}, {base} -> {head} ms"
+    measured = [] if one.change is None else [Text(f"  {numbers}")]
     return [
         Text.assemble((one.verdict, STYLES[one.verdict]), " ", plain(one.case_id)),
-        Text(f"  {numbers}"),
+        *measured,
         Text(f"  {plain(one.reason)}", "dim"),
     ]
 

@@ -225,7 +225,7 @@ def _too_few(cell: _Cell) -> str:
 
 def _too_slow(cell: _Cell) -> str:
     factor = math.exp(statistics.raw_change(stack(cell.rounds)))
-    return f"{factor:.1f} times as slow, in all of the {len(cell.rounds)} rounds that it got in {cell.seconds:.0f} s"
+    return f"{factor:.1f} times as slow, in every round of the {len(cell.rounds)} that it got in {cell.seconds:.0f} s"
 
 
 def _failed(failure: CellFailed, *, again: bool) -> tuple[Verdict, str]:

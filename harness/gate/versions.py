@@ -173,18 +173,21 @@ def _repository_variables() -> frozenset[str]:
 
 @contextlib.contextmanager
 def _terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends Python at once and would leave the worktree behind; as an exception it does not."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
+    """SIGTERM, and SIGHUP of a terminal that is closed, end Python at once and would leave the worktree behind; as an
+    exception they do not."""
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
 
     def stop(number: int, frame: FrameType | None) -> Any:
         from harness.executors.interrupts import Terminated
 
         raise Terminated
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in ours:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

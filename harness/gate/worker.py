@@ -144,12 +144,13 @@ def settle(root: Path, hello: dict[str, Any]) -> None:
     found = Path(harness.__file__ or "").resolve()
     if not found.is_relative_to(root):
         raise ImportError(f"harness came from {found}, not from {root}")
-    # All that a cell needs: a version that lacks some of it is told once, not in every cell.
-    from harness.build import build_pair  # noqa: F401
-    from harness.case import Case  # noqa: F401
-    from harness.kernels.front import find_kernel  # noqa: F401
-    from harness.measure import timed_call  # noqa: F401
-
+    try:  # all that a cell needs: a version that lacks some of it is told once, not in every cell
+        from harness.build import build_pair  # noqa: F401
+        from harness.case import Case  # noqa: F401
+        from harness.kernels.front import find_kernel  # noqa: F401
+        from harness.measure import timed_call  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"too old, or broken: {error}") from error
     torch.set_num_threads(hello["threads"])
     if hello["allowed"] is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (hello["allowed"], resource.RLIM_INFINITY))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from harness.history.change_points import FEWEST, LEVEL, SMALLEST, find_steps
+from harness.history.change_points import LEVEL, SMALLEST, fewest_to_tell, find_steps
 from harness.history.night import SOFTWARE, HistoryError
 
 # Times scatter from night to night; the rest is computed from fixed seeds, so that any change is one.
@@ -62,9 +62,9 @@ class Trend:
         return sum(math.isfinite(value) for value in self.values)
 
 
-def fewest_nights(metric: str) -> int:
-    """With fewer, a series cannot show a change, whatever happened."""
-    return 2 * FEWEST if metric in NOISY else 2
+def fewest_nights(metric: str, series: int) -> int:
+    """With fewer, none of so many series can show a change that is alone, whatever happened."""
+    return fewest_to_tell(LEVEL / max(1, series)) if metric in NOISY else 2
 
 
 def trends(history: pd.DataFrame, *, metric: str = "latency_ratio", cells: str = "*") -> tuple[Trend, ...]:

@@ -22,14 +22,14 @@ def print_trends(found: Sequence[Trend], console: Console, *, suite: str, metric
     changes = [(trend, change) for trend in found for change in trend.changes]
     cells = plural(len({trend.case_id for trend in found}), "cell", "cells")
     nights = plural(max((len(trend.values) for trend in found), default=0), "night", "nights")
-    needed = fewest_nights(metric)
+    needed = fewest_nights(metric, len(found))
     short = sum(0 < trend.known < needed for trend in found)
     can_tell = any(trend.known >= needed for trend in found)
     counted = plural(len(changes), "change", "changes") if changes else "no change"
-    if not can_tell:  # silence would pass for an answer
-        counted = f"too few nights to tell; a cell needs {needed}"
+    if not can_tell and not changes:  # silence would pass for an answer
+        counted = f"too few nights to tell; a change in one cell alone needs {needed}"
     head = f"{cells}, up to {nights}, {plural(len(machines), 'machine', 'machines')}: {counted}"
-    style = "yellow" if not can_tell else "bold" if changes else "green"
+    style = "bold" if changes else "green" if can_tell else "yellow"
     _print(console, Text.assemble("trend ", plain(suite), " ", metric, ": ", (head, style)))
     if short and can_tell:
         _print(
