@@ -299,7 +299,8 @@ def test_accepting_shows_another_machine_or_config_and_warns_of_failing_cells(tm
 
 
 def test_a_cell_that_fails_now_is_told_once_with_its_own_words() -> None:
-    broken = record(status="error", error="ValueError: boom\n  in gqa", err_ratio=None, **dict.fromkeys(NUMBERS))
+    nothing: dict[str, Any] = dict.fromkeys(("err_ratio", *NUMBERS))
+    broken = record(**nothing | {"status": "error", "error": "ValueError: boom\n  in gqa"})
     (found,) = compare([record()], [broken])
     assert (found.kind, found.message) == ("status", "ok -> error: ValueError: boom in gqa")
     (new,) = [each for each in compare([record("b")], [record("b"), broken]) if each.kind == "new"]

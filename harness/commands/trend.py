@@ -10,8 +10,8 @@ HELP = "find the nights, and the commits, at which a cell changed for good"
 DESCRIPTION = """\
 Reads the history, one Parquet file a night under results/history/SUITE, and finds the nights at which a cell stepped to
 another level: x ref (the latency over that of the reference in the same run) by default, because it alone is
-comparable from night to night. One bad night is no step; how many it takes is said. Machines are not mixed. Exits 0 whatever it
-finds; `harness gate` judges. docs/gate.md has the method.
+comparable from night to night. One bad night is no step; how many it takes is said. Machines are not mixed. Exits 0
+whatever it finds; `harness gate` judges. docs/gate.md has the method.
 """
 EPILOG = """\
 examples:

@@ -90,7 +90,7 @@ def _moved(before: Provenance, after: Provenance) -> list[str]:
 
 
 def _doubts(table: pd.DataFrame) -> list[str]:
-    failing = [str(each) for each in table.loc[table["status"].isin(FAILING), "case_id"]]
+    failing = tuple(str(each) for each in table.loc[table["status"].isin(FAILING), "case_id"])
     return [f"{counted(len(failing), 'cell')} accepted as failing: {store.some(failing)}"] if failing else []
 
 
