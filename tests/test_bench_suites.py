@@ -13,7 +13,7 @@ TINY = "name: tiny\nthreads: 1\ngrid: {variant: gqa, embed_dim: 16, heads: 2, kv
 def run(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     (tmp_path / "tiny.yaml").write_text(TINY)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--suite", str(tmp_path / "tiny.yaml")]
-    # -p no:xdist would do as well: pytest-benchmark does not time in a worker, nor in what one has started.
+    # By these variables pytest-benchmark takes what a worker of xdist has started for a worker, and does not time.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run([*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 

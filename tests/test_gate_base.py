@@ -467,7 +467,7 @@ def test_a_gate_that_is_terminated_has_the_exit_code_that_its_help_promises(
 
     monkeypatch.setattr("harness.gate.timing.judge_times", stop)
     assert timing_only(tmp_path) == 143
-    assert "stopped by SIGTERM; the gate is not finished" in capsys.readouterr().err
+    assert "stopped by SIGTERM or SIGHUP; the gate is not finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--min-effect", "--must-see", "--seconds"])

@@ -114,7 +114,7 @@ def execute(options: argparse.Namespace) -> int:
         from harness.executors.interrupts import Terminated
 
         terminated = isinstance(stop, Terminated)
-        how = "stopped by SIGTERM" if terminated else "interrupted"
+        how = "stopped by SIGTERM or SIGHUP" if terminated else "interrupted"
         print(f"harness: {how}; the gate is not finished: times are not judged", file=sys.stderr)
         return TERMINATED if terminated else INTERRUPTED
     return EQUAL if outcome.passed else NOT_EQUAL
@@ -142,13 +142,12 @@ def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
     findings = () if alone else exact.gate(options.folder, options.baseline)
     if not alone and not options.quiet:
         print_findings(findings, console, suite=exact.suite_name(options.folder))
-    if not wants_timing:
-        return write_outputs(
-            options.folder, suite=exact.suite_name(options.folder), findings=findings, strict=options.strict
-        )
-    if any(finding.fails for finding in findings):
-        # Before anything is timed: should that fail, too, what the exact part found is on the job's page all the same.
-        write_outputs(options.folder, suite=exact.suite_name(options.folder), findings=findings, strict=options.strict)
+    # Failures before anything is timed: should that fail, too, they are on the job's page all the same.
+    if not wants_timing or any(finding.fails for finding in findings):
+        suite = exact.suite_name(options.folder)
+        outcome = write_outputs(options.folder, suite=suite, findings=findings, strict=options.strict)
+        if not wants_timing:
+            return outcome
     cells, settings, base, head, verdicts = _time(options)
     told = {
         "base": base.name,

@@ -12,7 +12,7 @@ HASTY = "\nstopping at once: SIGTERM"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM instead of Ctrl-C."""
+    """SIGTERM (or, in the gate, SIGHUP) instead of Ctrl-C."""
 
 
 class Interrupts:
