@@ -14,7 +14,7 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-kernels bench-sparse smoke test check fix verify sensitivity nightly gate gate-study history trend ci-summary report readme-figures clean distclean FORCE
+.PHONY: help architecture setup bench bench-kernels bench-sparse smoke test check fix verify sensitivity nightly gate gate-study history trend ci-summary report readme-figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,7 +54,7 @@ sensitivity: $(STAMP) ## Put wrong attentions in every cell and prove that the c
 
 # Set before Python starts: torch's threads read it when they are made.
 bench-kernels: $(STAMP) ## Time every kernel beside SDPA, nn.MultiheadAttention and transformers (about 10 minutes)
-	@GOMP_SPINCOUNT=20000 $(BIN)/python bench/kernels.py $(ARGS)
+	@GOMP_SPINCOUNT=20000 $(BIN)/python -m bench.kernel_study $(ARGS)
 
 bench-sparse: $(STAMP) ## Error, sparsity and time of block-sparse attention beside the dense kernel (a minute)
 	@GOMP_SPINCOUNT=20000 $(BIN)/python bench/sparse_study.py $(ARGS)
@@ -71,7 +71,7 @@ gate: $(STAMP) ## Compare the latest run with results/baseline, and with BASE=RE
 	@$(BIN)/harness gate results/latest $(if $(BASE),--base $(filter-out baseline,$(BASE))) $(ARGS)
 
 gate-study: $(STAMP) ## How often does the gate cry wolf or sleep, beside other tools? (hours; ARGS="--quick": 2 minutes)
-	@$(BIN)/python bench/gate_study.py $(ARGS)
+	@$(BIN)/python -m bench.gate_study $(ARGS)
 
 history: $(STAMP) ## Keep the latest run as a night of results/history
 	@$(BIN)/harness trend --add results/latest $(ARGS)
@@ -84,6 +84,9 @@ ci-summary: ## Post the latest run's gate.md, trend.md and summary.md to the CI 
 		if [ -e "results/latest/$$each" ]; then \
 			found=1; cat "results/latest/$$each" >> "$${GITHUB_STEP_SUMMARY:-/dev/stdout}"; fi; done; \
 	[ -n "$$found" ] || echo 'There is no run in results/latest.'
+
+architecture: $(STAMP) ## Draw the rooms of docs/architecture.md anew from the real imports
+	@$(BIN)/python -m tests.rooms
 
 report: $(STAMP) ## Write the report of the latest run
 	@$(BIN)/harness report results/latest $(ARGS)

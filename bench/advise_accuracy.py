@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, python puts bench/ there instead
 
 from harness.advise import work
-from harness.advise.candidates import Candidate, candidates
-from harness.advise.figure import Figure
-from harness.advise.models import Model
+from harness.advise.candidates import Candidate, Model, candidates
 from harness.advise.roofline import Roofline, span_of
-from harness.arguments import positive
+from harness.advise.work import Figure
 from harness.case import DTYPES
-from harness.console import terminal
-from harness.exits import EQUAL, NOT_EQUAL
-from harness.report.format import plural
+from harness.commands import positive
+from harness.errors import EQUAL, NOT_EQUAL
 from harness.report.story import Column
 from harness.report.terminal import table_of
+from harness.text import plural, terminal
 
 if TYPE_CHECKING:
     from harness.advise.probes import Layer

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import Suite, load_suite
+from harness.suite.config import Suite, load_suite
 
 SMOKE = Path(__file__).parent.parent / "configs" / "smoke.yaml"
 KEY = pytest.StashKey[Suite]()

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from harness import environment, store
 from harness.case import CASE_FIELDS, Case
-from harness.config import load_suite
 from harness.record import Record
 from harness.store import StoreError
 from harness.store.records import repair
+from harness.suite.config import load_suite
 
 CONFIG = """\
 name: corrupt

@@ -29,7 +29,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 from harness import store
 from harness.record import Record
-from harness.store.lock import LOCK
+from harness.store.files import LOCK
 
 CONFIG = """\
 name: kills
@@ -51,8 +51,8 @@ TIMED_FIELDS = frozenset({*TIMED_COLUMNS, "seconds", "measured_seconds", "sample
 PATIENCE_S = 300.0
 # What a run imports by and by.
 LOADED_BEFORE = (
-    "harness.measure",
-    "harness.state",
+    "harness.cell.measure",
+    "harness.cell.state",
     "harness.kernels.front",
     "torch._dynamo",
     "pyarrow.parquet",

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.case import Case
-from harness.document import Timing
-from harness.executors.local import Local
-from harness.job import Job
+from harness.suite.schema import Timing
+from harness.workers.job import Job
+from harness.workers.local import Local
 
 TARGET_MS, TARGET_SPEEDUP = 5.0, 1.6
 

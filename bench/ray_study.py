@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
-from harness.config import load_suite
-from harness.executors.local import Local
-from harness.executors.ray import Ray
-from harness.job import Job
 from harness.record import Record
+from harness.suite.config import load_suite
+from harness.workers.job import Job
+from harness.workers.local import Local
+from harness.workers.ray import Ray
 
 REGIMES = ("plain", "poison")
 GRID = {

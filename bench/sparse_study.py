@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from harness.approximate import DENSE, Metrics
+from harness.cell.approximate import DENSE, Metrics
+from harness.cell.regimes import SHAPES, smooth_field
+from harness.cell.timing import interleave, paired_ratio
 from harness.kernels.front import attention, find_kernel
-from harness.regimes import SHAPES, smooth_field
-from harness.timing import interleave, paired_ratio
 
 KERNELS = (
     "sparse?topk=0.5",

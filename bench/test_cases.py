@@ -11,15 +11,14 @@ from functools import cache
 import pytest
 import torch
 
-from harness.build import build_pair
 from harness.case import Case
-from harness.config import Suite
-from harness.document import REGIMES, Timing
-from harness.job import Job, perform
+from harness.cell.build import build_pair
+from harness.cell.measure import timed_call
 from harness.kernels.front import find_kernel
-from harness.measure import timed_call
 from harness.record import Record
-from harness.runner import threads_of
+from harness.suite.config import Suite, threads_of
+from harness.suite.schema import REGIMES, Timing
+from harness.workers.job import Job, perform
 
 METRICS = ("status", "max_abs_err", "err_budget", "err_ratio", "kv_cache_bytes", "kv_bytes_per_token", "flops")
 

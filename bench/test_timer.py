@@ -8,12 +8,11 @@ import statistics
 import pytest
 import torch
 
-from harness.build import build_pair
-from harness.config import Suite
+from harness.cell.build import build_pair
+from harness.cell.measure import timed_call
+from harness.cell.timing import interleave
 from harness.kernels.front import find_kernel
-from harness.measure import timed_call
-from harness.runner import threads_of
-from harness.timing import interleave
+from harness.suite.config import Suite, threads_of
 
 # Two samplers, one after the other on a machine with neighbours: a wrong unit or a forgotten division is far beyond.
 FACTOR = 2.0

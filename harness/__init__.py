@@ -15,39 +15,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.checking import assert_equivalent as assert_equivalent
-    from harness.checking import check as check
-    from harness.equivalence import Equivalence as Equivalence
+    from harness.cell.check import assert_equivalent as assert_equivalent
+    from harness.cell.check import check as check
+    from harness.cell.rule import Equivalence as Equivalence
     from harness.kernels.front import attention as attention
-    from harness.loading import load as load
     from harness.runner import run as run
+    from harness.store.reading import load as load
     from harness.swaps.engine import replace_mha_with_eager as replace_mha_with_eager
     from harness.swaps.engine import swap as swap
     from harness.swaps.report import SwapReport as SwapReport
     from harness.variants.dropin import EagerMultiheadAttention as EagerMultiheadAttention
     from harness.variants.dropin import EagerMultiheadAttentionWithInProj as EagerMultiheadAttentionWithInProj
     from harness.variants.gqa import GroupedQueryAttention as GroupedQueryAttention
-    from harness.variants.mha import MultiHeadAttention as MultiHeadAttention
-    from harness.variants.mha import MultiQueryAttention as MultiQueryAttention
+    from harness.variants.gqa import MultiHeadAttention as MultiHeadAttention
+    from harness.variants.gqa import MultiQueryAttention as MultiQueryAttention
     from harness.variants.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
     from harness.variants.unified import UnifiedAttention as UnifiedAttention
 
 # Where each public name lives. Imported on first use: torch takes seconds, and `harness --help` must not wait for it.
 _HOMES = {
-    "assert_equivalent": "harness.checking",
+    "assert_equivalent": "harness.cell.check",
     "attention": "harness.kernels.front",
-    "check": "harness.checking",
-    "load": "harness.loading",
+    "check": "harness.cell.check",
+    "load": "harness.store.reading",
     "replace_mha_with_eager": "harness.swaps",
     "run": "harness.runner",
     "swap": "harness.swaps",
     "EagerMultiheadAttention": "harness.variants.dropin",
     "EagerMultiheadAttentionWithInProj": "harness.variants.dropin",
-    "Equivalence": "harness.equivalence",
+    "Equivalence": "harness.cell.rule",
     "GroupedQueryAttention": "harness.variants.gqa",
-    "MultiHeadAttention": "harness.variants.mha",
+    "MultiHeadAttention": "harness.variants.gqa",
     "MultiHeadLatentAttention": "harness.variants.mla",
-    "MultiQueryAttention": "harness.variants.mha",
+    "MultiQueryAttention": "harness.variants.gqa",
     "SwapReport": "harness.swaps",
     "UnifiedAttention": "harness.variants.unified",
 }

@@ -1,5 +1,94 @@
 """`python -m harness` is the `harness` command."""
 
-from harness.cli import main
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
 
-raise SystemExit(main())
+from harness import commands
+from harness.errors import BAD_INPUT, BUG, EQUAL, INTERRUPTED, BadInput
+from harness.text import discard_output
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command line: parse, call, exit code; nothing else. Heavy imports wait until a command needs them.
+
+
+EPILOG = """\
+exit codes:  0 all equal   1 a mismatch or a regression   2 bad input   3 a bug in harness
+             130 stopped by Ctrl-C   143 stopped by SIGTERM
+
+examples:
+  harness run configs/smoke.yaml                        judge, weigh and time a small grid
+  harness run configs/default.yaml --kernel my.py:fast  judge your own kernel over the whole grid
+  harness run configs/nightly.yaml --dry-run            see what would run
+  harness run configs/nightly.yaml --resume             go on with a run that was cut short
+  harness merge results/all shard1 shard2               put the shards of a run together
+  harness gate results/latest                           did anything get worse since the accepted baseline?
+  harness gate results/latest --base                    ... or slower, timed beside the baseline's commit?
+  harness trend                                         between which commits did a cell change?
+  harness doctor --quick                                how far can this machine's timings be trusted?
+  harness show results/latest                           a run's story: curves, errors, worst cells
+  harness advise --model llama-3-8b --memory 24GiB      which kind of attention fits, and how fast it would be
+  harness verify llama                                  swap a real model's attention, prove it is the same model
+  harness tune-sparse llama                             how much attention can a model leave out?
+  harness sensitivity                                   would the comparison see a wrong kernel?
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    from harness import text as logs
+
+    logs.configure(quiet=options.quiet, verbose=options.verbose)
+    try:
+        result: int = options.execute(options)
+        sys.stdout.flush()
+        return result
+    except BadInput as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(
+            "harness: interrupted; finished cases are in the run's records.jsonl (verify: in its verify.csv)",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    except BrokenPipeError:
+        discard_output()
+        return EQUAL
+    except OSError as error:  # a folder that cannot be written, a full disk: not a mismatch, so not exit 1
+        print(f"harness: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except Exception:
+        traceback.print_exc()
+        print("harness: this is a bug in harness, not a verdict; please report the lines above", file=sys.stderr)
+        return BUG
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="harness",
+        description="Proves that an attention implementation equals its reference, and says what it costs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name in commands.NAMES:
+        command = importlib.import_module(f"harness.commands.{name}")
+        one = added.add_parser(
+            name.replace("_", "-"),
+            help=command.HELP,
+            description=getattr(command, "DESCRIPTION", None),
+            epilog=getattr(command, "EPILOG", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        one.add_argument("--quiet", action="store_true", help="no progress, no summary, errors only")
+        one.add_argument("--verbose", action="store_true", help=getattr(command, "VERBOSE", "log every case"))
+        command.arguments(one)
+        one.set_defaults(execute=command.execute)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 STATUSES = ("ok", "degraded", "mismatch", "error", "unsupported", "timeout", "oom")
+# The same function as the reference's, rounded as well or worse: their speeds are worth a comparison.
+EQUAL_STATUSES = ("ok", "degraded")
 # What makes a run fail; `degraded` joins them under --strict, `unsupported` is a declared limit.
 FAILING = frozenset({"mismatch", "error", "timeout", "oom"})
 # What may go otherwise the next time; a mismatch is a finding and stays one.

@@ -8,22 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 from rich.console import Console
 
 from harness import environment, store
 from harness.case import Case
-from harness.config import Suite, load_suite
-from harness.document import REGIMES
-from harness.errors import BadInput
-from harness.executors import Executor, make_executor
-from harness.executors.interrupts import Terminated
-from harness.exits import INTERRUPTED, TERMINATED
-from harness.job import Job
-from harness.machine_load import Others
+from harness.environment import Others
+from harness.errors import INTERRUPTED, TERMINATED, BadInput
 from harness.record import RETRIED, Record
 from harness.report import rebuild
-from harness.report.progress import progress
+from harness.suite.config import Suite, load_suite, threads_of
+from harness.suite.schema import REGIMES
+from harness.text import progress
+from harness.workers import Executor, make_executor
+from harness.workers.interrupts import Terminated
+from harness.workers.job import Job
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,20 +112,6 @@ def run(
             raise store.StoreError(f"{error}\nstopped {go_on()}") from error
     frame.attrs["folder"] = str(folder.path)
     return frame
-
-
-def threads_of(suite: Suite) -> int:
-    """Comparing needs one, so that the number of workers changes no sum; a timing has the machine to itself."""
-    if suite.threads is not None:
-        return suite.threads
-    if not suite.timing.enabled:
-        return 1
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and int(given) >= 1:
-        return int(given)
-    # As torch would choose, without loading it: physical cores, as far as this process may use them.
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
 def left_to_do(cases: Sequence[Case], finished: Iterable[Record], *, retry: bool) -> dict[str, int]:

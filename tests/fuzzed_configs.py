@@ -18,13 +18,13 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
+from harness.__main__ import main
 from harness.case import Case
-from harness.cli import main
-from harness.config import ConfigError, load_suite
-from harness.document import REGIMES
-from harness.grid import AXES
-from harness.masks import MASKS
-from harness.specs import VARIANTS
+from harness.suite.config import ConfigError, load_suite
+from harness.suite.grid import AXES
+from harness.suite.schema import REGIMES
+from harness.variants.masks import MASKS
+from harness.variants.specs import VARIANTS
 
 LIMIT_S = 3.0  # of processor time, so that a busy machine fails nobody
 PLUGIN = "mine.py"

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.case import CASE_FIELDS, Case
-from harness.job import Job
 from harness.record import Record
+from harness.workers.job import Job
 
 CONFIG = """\
 name: tiny

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.config import load_suite
-from harness.families.names import family_names
+from harness.__main__ import main
+from harness.models.families.names import family_names
+from harness.suite.config import load_suite
+from tests.support import ROOT
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 

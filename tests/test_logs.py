@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from harness import logs
+from harness import text as logs
 
 log = logging.getLogger("harness.some.module")
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import machine_load, runner
-from harness.machine_load import Others
+from harness import environment as machine_load
+from harness import runner
+from harness.environment import Others
 
 SPIN = "while True: pass"
 UNTIMED = {

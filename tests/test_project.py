@@ -17,7 +17,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.rooms import BEGIN, ORDER, PAGE, back_edges, drawn, module_files
+from tests.support import ROOT
+
 TARGETS = ("help", "setup", "bench", "smoke", "test", "check", "nightly", "gate", "report", "clean")
 
 
@@ -135,36 +137,26 @@ def project_files() -> list[Path]:
 
 # What --help, reports and the gate need must start without torch.
 TORCH_FREE = (
-    "arguments",
+    "__main__",
     "case",
-    "cli",
     "commands",
-    "config",
-    "console",
-    "difference",
-    "exits",
+    "environment",
+    "errors",
     "gate",
-    "history",
-    "job",
-    "loading",
-    "masks",
+    "kernels.names",
     "record",
     "registry",
     "report",
-    "specs",
+    "runner",
     "store",
+    "suite",
+    "text",
+    "variants.masks",
+    "variants.specs",
+    "workers.job",
 )
 NEEDS_TORCH = {"torch", "transformers", "diffusers"}
 MUST_NOT_IMPORT = {"kernels": {"references", "variants"}, "variants": {"references"}}
-
-
-def module_files(root: Path) -> dict[str, Path]:
-    """Every module of the `harness` package below root, by dotted name."""
-    found = {}
-    for path in sorted((root / "harness").rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
 
 
 def statements_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -317,3 +309,44 @@ def test_a_way_to_torch_is_found(tmp_path, changes, chain):
 def test_an_import_against_the_direction_is_found(tmp_path, changes, chain):
     area = re.split(r"\W", chain)[0]
     assert short(chain_against_the_direction(area, tree(tmp_path, changes))) == chain
+
+
+# ---- rooms -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_entry_of_the_package_has_its_place_in_the_order():
+    entries = {
+        path.stem for path in (ROOT / "harness").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert entries - {"__init__"} == set(ORDER)
+    assert len(ORDER) == len(set(ORDER))
+
+
+def test_rooms_import_only_what_stands_before_them():
+    assert back_edges(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"store": "from harness.gate import f"}, "harness.store imports harness.gate.f"),
+        ({"store": "def f():\n    import harness.gate"}, "harness.store imports harness.gate"),
+        ({"kernels/eager": "if TYPE_CHECKING:\n    from ..variants import x"}, "harness.kernels.eager imports harness.variants.x"),
+        ({"kernels/eager": "PLACE = 'harness.gate'"}, "harness.kernels.eager imports harness.gate"),
+        ({"kernels/eager": "load(f'harness.gate.{name}')"}, "harness.kernels.eager imports harness.gate"),
+        ({"kernels/eager": "from harness.attic import x", "attic": ""}, "harness.kernels.eager imports harness.attic.x"),
+    ],
+)  # fmt: skip
+def test_an_import_of_a_later_room_is_found(tmp_path, changes, told):
+    tree(tmp_path, {"kernels/eager": "", "shapes": ""})
+    assert back_edges(tmp_path) == []
+    tree(tmp_path, {"kernels/eager": "", "shapes": ""} | changes)
+    assert back_edges(tmp_path) == [told]
+
+
+def test_the_picture_of_the_rooms_is_current(tmp_path):
+    page = PAGE.read_text()
+    assert BEGIN in page
+    assert page == drawn(page), "stale: run `make architecture`"
+    tree(tmp_path, {})
+    assert page != drawn(page, tmp_path)  # other imports give another picture

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.build import randomise
-from harness.families.family import Batch
+from harness.cell.build import randomise
+from harness.models.families.family import Batch
 
 
 class Encoder(nn.Module):
@@ -81,7 +81,7 @@ def language_model() -> nn.Module:
 
 def flux() -> nn.Module:
     """Of a class that a family has: its batches will do."""
-    from harness.families.flux import FAMILY
+    from harness.models.families.flux import FAMILY
 
     return FAMILY.build({"num_layers": 1, "num_single_layers": 1})
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.advise.figure import Figure, figure
-from harness.advise.work import Part
+from harness.advise.work import Figure, Part, figure
 from harness.kernels.front import attention
 from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention

@@ -5,15 +5,14 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.advise import amounts
+from harness.advise import memory as amounts
 from harness.case import DTYPES
-from harness.console import terminal
-from harness.errors import BadInput
-from harness.exits import EQUAL, NOT_EQUAL
+from harness.errors import EQUAL, NOT_EQUAL, BadInput
+from harness.text import terminal
 
 if TYPE_CHECKING:
+    from harness.advise.candidates import Model
     from harness.advise.memory import Demand
-    from harness.advise.models import Model
     from harness.advise.roofline import Roofline
 
 HELP = "which kind of attention fits your memory, context and batch"
@@ -94,8 +93,7 @@ def _check_params(model: "Model") -> None:
 
 
 def _model(options: argparse.Namespace) -> "Model":
-    from harness.advise.candidates import own_attention_params
-    from harness.advise.models import MODELS, Model
+    from harness.advise.candidates import MODELS, Model, own_attention_params
 
     given = {name: getattr(options, name) for name in OWN if getattr(options, name) is not None}
     if options.params is not None:
@@ -127,7 +125,7 @@ def _measured(demand: "Demand", *, quiet: bool) -> "Roofline":
     from rich.console import Console
 
     from harness.advise.candidates import candidates
-    from harness.advise.predict import step_of
+    from harness.advise.choose import step_of
     from harness.advise.roofline import measure
 
     for name, rows in (("--batch", demand.batch), ("--heads", demand.model.heads)):

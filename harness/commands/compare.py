@@ -4,9 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from harness.console import terminal
-from harness.errors import BadInput
-from harness.exits import EQUAL, NOT_EQUAL
+from harness.errors import EQUAL, NOT_EQUAL, BadInput
+from harness.text import terminal
 
 HELP = "what changed from run A to run B, cell by cell, the largest first"
 DESCRIPTION = """\
@@ -35,10 +34,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    from harness.difference import compare_runs
-    from harness.loading import labels
+    from harness.gate.difference import compare_runs
     from harness.report import difference
     from harness.report.page import read_run
+    from harness.store.reading import labels
 
     folders = (options.before, options.after)
     before, after = (read_run(one, label=label) for one, label in zip(folders, labels(folders), strict=True))

@@ -4,8 +4,8 @@ import argparse
 import json
 import os
 
-from harness.console import terminal
-from harness.exits import EQUAL, NOT_EQUAL
+from harness.errors import EQUAL, NOT_EQUAL
+from harness.text import terminal
 
 HELP = "how far this machine's timings can be trusted, and what to fix first"
 DESCRIPTION = """\

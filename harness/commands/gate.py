@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.console import terminal
-from harness.exits import EQUAL, INTERRUPTED, NOT_EQUAL, TERMINATED
+from harness.errors import EQUAL, INTERRUPTED, NOT_EQUAL, TERMINATED
+from harness.text import terminal
 
 if TYPE_CHECKING:
     from harness.gate.cells import Cells
-    from harness.gate.outcome import Outcome
-    from harness.gate.verdicts import TimingSettings, TimingVerdict
+    from harness.gate.findings import Outcome, TimingSettings, TimingVerdict
     from harness.gate.versions import Version
 
 HELP = "compare a run with the accepted baseline, and its speed with a commit's"
@@ -111,7 +110,7 @@ def execute(options: argparse.Namespace) -> int:
     try:
         outcome = _judge(options, wants_timing=wants_timing)
     except KeyboardInterrupt as stop:
-        from harness.executors.interrupts import Terminated
+        from harness.workers.interrupts import Terminated
 
         terminated = isinstance(stop, Terminated)
         how = "stopped by SIGTERM or SIGHUP" if terminated else "interrupted"
@@ -131,8 +130,8 @@ def _accept(options: argparse.Namespace) -> int:
 
 def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
     from harness.gate import exact
-    from harness.gate.outcome import Outcome
-    from harness.gate.outputs import remove_outputs, write_outputs
+    from harness.gate.findings import Outcome
+    from harness.report.gate_files import remove_outputs, write_outputs
     from harness.report.terminal import print_findings
 
     console = terminal()
@@ -161,14 +160,14 @@ def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
     else:
         outcome = write_outputs(options.folder, suite=cells.suite, findings=findings, timing=verdicts, **told)
     if not options.quiet:
-        from harness.gate.terminal import print_timing
+        from harness.report.gate_text import print_timing
 
         print_timing(outcome, console, written=not alone)
     return outcome
 
 
 def _left_out(cells: "Cells", glob: str | None) -> tuple[str, ...]:
-    from harness.report.format import plural
+    from harness.text import plural
 
     reasons = (
         (cells.left_out, "failed or unsupported in the run: not timed"),
@@ -185,10 +184,10 @@ def _time(
     from rich.console import Console
 
     from harness.gate.cells import cells_of_config, cells_of_run, choose
+    from harness.gate.findings import TimingSettings
     from harness.gate.timing import judge_times
-    from harness.gate.verdicts import TimingSettings
     from harness.gate.versions import baseline_commit, checked_out, folder_version, working_tree
-    from harness.report.progress import progress
+    from harness.text import progress
 
     cells = cells_of_run(options.folder) if options.timing_only is None else cells_of_config(options.timing_only)
     cells = choose(cells, glob=options.cells, kernels=options.kernel)

@@ -2,8 +2,8 @@
 
 import argparse
 
-from harness.console import terminal
-from harness.exits import EQUAL
+from harness.errors import EQUAL
+from harness.text import terminal
 
 HELP = "variants, masks, kernels, phases, dtypes, regimes"
 

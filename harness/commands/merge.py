@@ -17,8 +17,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    from harness.merge import merge
-    from harness.report.finish import finish
+    from harness.report import rebuild
+    from harness.report.show import finish
+    from harness.store.merge import merge
 
-    frame = merge(options.out, options.folders, partial=options.partial, even_if_changed=options.even_if_changed)
-    return finish(frame, options.out, quiet=options.quiet, strict=options.strict)
+    merge(options.out, options.folders, partial=options.partial, even_if_changed=options.even_if_changed)
+    return finish(rebuild(options.out), options.out, quiet=options.quiet, strict=options.strict)

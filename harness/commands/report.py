@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.console import terminal
-from harness.errors import BadInput
-from harness.exits import EQUAL
+from harness.errors import EQUAL, BadInput
+from harness.text import terminal
 
 if TYPE_CHECKING:
     from harness.report.page import Run
@@ -55,9 +54,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    from harness.loading import refuse_twice
     from harness.report import rebuild
     from harness.report.terminal import print_summary
+    from harness.store.reading import refuse_twice
 
     refuse_twice(options.folders)
     frames = [rebuild(folder) for folder in options.folders]
@@ -86,8 +85,8 @@ def _default_formats() -> list[str]:
 
 
 def _runs(options: argparse.Namespace) -> "list[Run]":
-    from harness.loading import labels
     from harness.report.page import read_run
+    from harness.store.reading import labels
 
     return [
         read_run(

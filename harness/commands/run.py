@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from harness.arguments import positive, shard
-from harness.console import terminal
-from harness.executors import NAMES
-from harness.exits import EQUAL
+from harness.commands import positive, shard
+from harness.errors import EQUAL
+from harness.text import terminal
+from harness.workers import NAMES
 
 HELP = "measure every cell of a grid"
 
@@ -59,7 +59,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.dry_run or options.explain:
         return _show_plan(options)
 
-    from harness.report.finish import finish
+    from harness.report.show import finish
     from harness.runner import Interrupted, run
 
     try:
@@ -85,10 +85,9 @@ def execute(options: argparse.Namespace) -> int:
 
 def _show_plan(options: argparse.Namespace) -> int:
     from harness import store
-    from harness.config import load_suite
-    from harness.report.explain import print_explanations
-    from harness.report.plan import print_plan
+    from harness.report.plan import print_explanations, print_plan
     from harness.runner import RESULTS, left_to_do
+    from harness.suite.config import load_suite
 
     suite = load_suite(options.config, kernels=options.kernel)
     cases = store.take_shard(suite.cases, options.shard)

@@ -3,15 +3,16 @@
 import argparse
 from pathlib import Path
 
-from harness.arguments import positive, shard
-from harness.console import terminal
-from harness.exits import EQUAL, NOT_EQUAL
+from harness.commands import positive, shard
+from harness.errors import EQUAL, NOT_EQUAL
+from harness.text import terminal
 
+MARKDOWN = "sensitivity.md"
 HELP = "judge wrong attentions: does the comparison see every one of them?"
 DESCRIPTION = """\
-Puts wrong attentions on purpose (harness/saboteurs/, each the likeness of a real bug) in the place of the right one, in
-every cell in which the bug exists, and asks whether the comparison sees them: killed, survived or not applicable. Also
-the smallest relative error of the scale that each cell still sees, from 1e-1 down to 1e-8.
+Puts wrong attentions on purpose (harness/mutants/saboteurs/, each the likeness of a real bug) in the place of the right
+one, in every cell in which the bug exists, and asks whether the comparison sees them: killed, survived or not applicable.
+Also the smallest relative error of the scale that each cell still sees, from 1e-1 down to 1e-8.
 
 Written to results/sensitivity-<time>/: sensitivity.md, sensitivity.csv (a row for each saboteur and cell), cells.csv.
 """
@@ -43,9 +44,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from harness.report.sensitivity import print_study
-    from harness.sensitivity.run import run
-    from harness.sensitivity.table import judge
+    from harness import store
+    from harness.mutants.result import judge
+    from harness.mutants.run import run
+    from harness.report.sensitivity import print_study, sensitivity_markdown
 
     study, folder = run(
         options.config,
@@ -55,6 +57,8 @@ def execute(options: argparse.Namespace) -> int:
         jobs=options.jobs,
         console=Console(stderr=True, quiet=options.quiet),
     )
+    text = sensitivity_markdown(study, store.read_environment(folder))
+    store.write_atomically(folder / MARKDOWN, text.encode())
     if not options.quiet:
         print_study(study, terminal(), folder=folder)
     return EQUAL if judge(study).passed else NOT_EQUAL

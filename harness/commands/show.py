@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from harness.console import terminal
-from harness.exits import EQUAL
+from harness.errors import EQUAL
+from harness.text import terminal
 
 HELP = "read a run on the terminal: verdict, curves, trade-offs, worst cells"
 DESCRIPTION = """\

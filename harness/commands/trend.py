@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from harness.console import terminal
-from harness.exits import EQUAL
+from harness.errors import EQUAL
+from harness.text import terminal
 
 HELP = "find the nights, and the commits, at which a cell changed for good"
 DESCRIPTION = """\
@@ -33,9 +33,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    from harness.history import files
-    from harness.history.night import HistoryError
-    from harness.history.trend import trends
+    from harness.gate import nights as files
+    from harness.gate.nights import HistoryError
+    from harness.gate.trend import trends
     from harness.report.trend import print_trends, trends_markdown
     from harness.store import write_atomically
 

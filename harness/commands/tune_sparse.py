@@ -5,11 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from harness.arguments import override
-from harness.console import terminal
-from harness.errors import BadInput
-from harness.exits import EQUAL, INTERRUPTED
-from harness.families.names import family_names
+from harness.commands import override
+from harness.errors import EQUAL, INTERRUPTED, BadInput
+from harness.models.families.names import family_names
+from harness.text import terminal
 
 HELP = "find how much attention each layer and head of a model can leave out"
 VERBOSE = "show every head's thresholds"
@@ -65,9 +64,9 @@ def execute(options: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is loaded: nothing is ever downloaded
     if options.quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from harness.report.tuning import print_layer, print_tuned
-    from harness.tuning import file
-    from harness.tuning.search import tune
+    from harness.models.tuning import file
+    from harness.models.tuning.search import tune
+    from harness.report.verification import print_layer, print_tuned
 
     console = terminal()
     console.quiet = options.quiet

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 
 from harness import environment
-from harness.doctor import machine, noise, software, system_files
+from harness.doctor import machine, noise, software
+from harness.doctor import machine as system_files
 from harness.doctor.finding import Examination, Finding
 
 RESULTS = Path("results")

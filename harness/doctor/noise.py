@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.document import Timing
+from harness.suite.schema import Timing
 
 MINUTE_S, QUICK_S = 50.0, 4.0
 LENGTHS = (64, 256, 512)  # microseconds to milliseconds a call
@@ -93,7 +93,7 @@ def study(
 
 
 def _trial(size: str, call: Call, timing: Timing, *, seed: int) -> Trial:
-    from harness.timing import interleave, paired_ratio
+    from harness.cell.timing import interleave, paired_ratio
 
     bounds: dict[str, Any] = {"min_blocks": timing.min_blocks, "max_blocks": timing.max_blocks, "seed": seed}
     pairs = interleave({"a": call, "b": call}, budget_s=timing.budget_s, **bounds)

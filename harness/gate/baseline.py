@@ -11,8 +11,7 @@ import yaml
 
 from harness import store
 from harness.environment import Environment
-from harness.gate.columns import BASELINE_COLUMNS, GATED, METRICS, PEAK, counted, rows, same, show
-from harness.gate.finding import GateError
+from harness.gate.findings import BASELINE_COLUMNS, GATED, METRICS, PEAK, GateError, counted, rows, same, show
 from harness.record import FAILING, STATUSES
 
 

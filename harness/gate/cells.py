@@ -10,11 +10,10 @@ from pydantic_core import PydanticCustomError
 
 from harness import store
 from harness.case import CASE_FIELDS, Case
-from harness.config import load_suite
-from harness.document import resolve_kernel
 from harness.errors import BadInput
 from harness.gate.baseline import suite_name
-from harness.runner import threads_of
+from harness.suite.config import load_suite, threads_of
+from harness.suite.schema import resolve_kernel
 
 TIMED = ("ok", "degraded")  # the others have failed, or never ran: the exact part says so
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.executors.channel import BrokenMessage, Inbox, send
 from harness.gate.versions import Version
+from harness.workers.channel import BrokenMessage, Inbox, send
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S = 120.0  # torch's import from a cold disk

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from harness.case import Case
-from harness.document import Limits
-from harness.executors.memory import allowed_bytes
+from harness.gate.findings import TimingSettings
 from harness.gate.process import Died, Hung, Process, Refused
 from harness.gate.statistics import MIN_ROUNDS
-from harness.gate.verdicts import TimingSettings
 from harness.gate.versions import Version
 from harness.kernels.names import is_plugin
+from harness.suite.schema import Limits
+from harness.workers.process import allowed_bytes
 
 SAMPLE_S = 2e-3  # a sample makes calls for about this long
 FEWEST_CALLS, MOST_CALLS = 6, 200

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.gate.verdicts import TimingSettings, Verdict
+from harness.gate.findings import TimingSettings, Verdict
 
 RESAMPLES = 500
 FLAG = 1e-3

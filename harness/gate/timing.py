@@ -11,19 +11,9 @@ import numpy as np
 from harness.case import Case
 from harness.errors import BadInput
 from harness.gate import statistics
-from harness.gate.sampling import (
-    AGAIN,
-    FIRST,
-    LOOKS,
-    CellFailed,
-    Crew,
-    Round,
-    Sampler,
-    measure_until,
-    stack,
-)
+from harness.gate.findings import TimingSettings, TimingVerdict, Verdict
+from harness.gate.sampling import AGAIN, FIRST, LOOKS, CellFailed, Crew, Round, Sampler, measure_until, stack
 from harness.gate.statistics import Estimate, Level
-from harness.gate.verdicts import TimingSettings, TimingVerdict, Verdict
 from harness.gate.versions import Version
 
 ATTEMPTS = 2  # a process that died in a cell, or refused it, may have been damaged by an earlier one: a fresh one tells

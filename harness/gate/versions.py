@@ -180,7 +180,7 @@ def _terminated_as_interrupt() -> Iterator[None]:
         ours = []
 
     def stop(number: int, frame: FrameType | None) -> Any:
-        from harness.executors.interrupts import Terminated
+        from harness.workers.interrupts import Terminated
 
         raise Terminated
 

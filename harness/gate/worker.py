@@ -54,10 +54,10 @@ class Cell:
     """A case as it is built in this version; `calls` are its sides."""
 
     def __init__(self, fields: dict[str, Any], *, seed: int, shift: int) -> None:
-        from harness.build import build_pair
         from harness.case import Case
+        from harness.cell.build import build_pair
+        from harness.cell.measure import timed_call
         from harness.kernels.front import find_kernel
-        from harness.measure import timed_call
 
         case = _case(Case, fields)
         # Two builds one after the other get the same addresses from the allocator: not so with holes between.
@@ -145,10 +145,10 @@ def settle(root: Path, hello: dict[str, Any]) -> None:
     if not found.is_relative_to(root):
         raise ImportError(f"harness came from {found}, not from {root}")
     try:  # all that a cell needs: a version that lacks some of it is told once, not in every cell
-        from harness.build import build_pair  # noqa: F401
         from harness.case import Case  # noqa: F401
+        from harness.cell.build import build_pair  # noqa: F401
+        from harness.cell.measure import timed_call  # noqa: F401
         from harness.kernels.front import find_kernel  # noqa: F401
-        from harness.measure import timed_call  # noqa: F401
     except ImportError as error:
         raise ImportError(f"too old, or broken: {error}") from error
     torch.set_num_threads(hello["threads"])

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from harness.kernels.call import AttentionCall, Kernel
-from harness.kernels.choice import pick
 from harness.kernels.eager import eager
 from harness.kernels.grouped import grouped
+from harness.kernels.names import pick
 from harness.kernels.tiled import tiled
 
 

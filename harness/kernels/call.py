@@ -1,12 +1,94 @@
 """What one attention call asks for, checked once, and the mask algebra that every kernel shares."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from harness.kernels.tally import Tally
+# ----------------------------------------------------------------------------------------------------------------------
+# How much of its work an approximate kernel left out: counted by the call, added up until somebody asks.
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCount:
+    """Blocks of queries x keys over batch and heads. `visible` are those that exact attention would have to compute."""
+
+    kept: int
+    visible: int
+    total: int  # with those that causality, a window or a mask hides altogether
+    pv_skipped: int = 0  # of the kept ones: scored, but too small to be multiplied with their values
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the visible blocks that was skipped: 0 is exact attention, causal or not."""
+        return 1 - self.kept / self.visible if self.visible else 0.0
+
+    @property
+    def skipped(self) -> int:
+        return self.visible - self.kept
+
+    def __add__(self, other: "BlockCount") -> "BlockCount":
+        return BlockCount(
+            self.kept + other.kept,
+            self.visible + other.visible,
+            self.total + other.total,
+            self.pv_skipped + other.pv_skipped,
+        )
+
+    def __sub__(self, other: "BlockCount") -> "BlockCount":
+        return BlockCount(
+            self.kept - other.kept,
+            self.visible - other.visible,
+            self.total - other.total,
+            self.pv_skipped - other.pv_skipped,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one call kept, so that its output can be checked: `shown` gives the map of elements, (B, H, L, S)."""
+
+    shown: Callable[[], "Tensor"]
+    pv: float | None = None  # nats below which values were skipped, too
+
+
+class Tally:
+    """Held by one kernel; `take` gives what was counted since the last time and begins anew.
+
+    `last` and `choice` are those of the latest call, whatever was taken.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.count = 0, BlockCount(0, 0, 0)
+        self.last = BlockCount(0, 0, 0)
+        self.choice: Choice | None = None
+        self._spoilt: object | None = None
+
+    def add(
+        self, count: BlockCount, *, choice: Choice | None = None, call: object | None = None, is_spoilt: bool = False
+    ) -> None:
+        """`is_spoilt`: the output of `call` is not finite, and the shield may run the very same call on cleaned inputs.
+
+        Then that run stands in the place of this one, also if this one was taken already.
+        """
+        is_again = call is not None and call is self._spoilt
+        if is_again:
+            self.count -= self.last
+        else:
+            self.calls += 1
+        self.count += count
+        self.last, self.choice = count, choice
+        self._spoilt = call if is_spoilt and not is_again else None
+
+    def take(self) -> BlockCount:
+        taken = self.count
+        self.calls, self.count = 0, BlockCount(0, 0, 0)
+        return taken
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Unsupported(NotImplementedError):
@@ -85,3 +167,21 @@ class Kernel:
     delegates: bool = False  # it hands the work to torch's own attention; a built-in kernel must say so
     approximate: bool = False  # it leaves work out on purpose: judged by error metrics where a suite says so
     tally: Tally | None = None  # where an approximate kernel counts what it left out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Counts a kernel's calls: a swap that is bypassed shows as zero.
+
+
+class Counter:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.calls = kernel, 0
+
+    def as_kernel(self) -> Kernel:
+        return dataclasses.replace(self.kernel, run=self.run)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        # A compiled graph would be made anew for every count.
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        return self.kernel.run(q, k, v, call)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from harness.kernels import plugin, shield
 from harness.kernels.call import AttentionCall, Kernel
-from harness.kernels.names import is_plugin, kernel_names
-from harness.kernels.options import read_options, split_name
+from harness.kernels.names import is_plugin, kernel_names, read_options, split_name
 from harness.registry import UnknownName
 
 AnyKernel = str | Kernel | Callable[..., Tensor]

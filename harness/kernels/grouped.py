@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from harness.kernels.call import AttentionCall, Kernel
-from harness.kernels.choice import FEW
 from harness.kernels.eager import eager, weigh
+from harness.kernels.names import FEW
 from harness.kernels.tiles import SHARE, cache_bytes
 
 THIN = 8  # rows: fewer are a poor left-hand side, so keys that come from memory multiply them instead

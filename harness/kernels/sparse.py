@@ -1,8 +1,7 @@
 """SpargeAttn on the CPU: blocks that matter little by their pooled scores are skipped."""
 
-from harness.kernels.blocksparse.kernel import block_sparse_kernel
-from harness.kernels.blocksparse.selectors import Sparge
-from harness.kernels.blocksparse.sight import KEYS, QUERIES, Blocks
+from harness.kernels.blocksparse.blocks import KEYS, QUERIES, Blocks
+from harness.kernels.blocksparse.kernel import Sparge, block_sparse_kernel
 from harness.kernels.call import Kernel
 
 

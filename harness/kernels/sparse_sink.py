@@ -1,8 +1,7 @@
 """A sliding window and the first tokens, which many heads lean on (StreamingLLM's attention sinks)."""
 
-from harness.kernels.blocksparse.kernel import block_sparse_kernel
-from harness.kernels.blocksparse.selectors import Window
-from harness.kernels.blocksparse.sight import KEYS, QUERIES, Blocks
+from harness.kernels.blocksparse.blocks import KEYS, QUERIES, Blocks
+from harness.kernels.blocksparse.kernel import Window, block_sparse_kernel
 from harness.kernels.call import Kernel
 
 

@@ -1,8 +1,7 @@
 """A fixed number of blocks for each block of queries, by pooled scores, as NSA and DSA choose them."""
 
-from harness.kernels.blocksparse.kernel import block_sparse_kernel
-from harness.kernels.blocksparse.selectors import TopBlocks
-from harness.kernels.blocksparse.sight import KEYS, QUERIES, Blocks
+from harness.kernels.blocksparse.blocks import KEYS, QUERIES, Blocks
+from harness.kernels.blocksparse.kernel import TopBlocks, block_sparse_kernel
 from harness.kernels.call import Kernel
 
 

@@ -129,3 +129,18 @@ def _crew(threads: int, pid: int) -> _Crew:
     _finish([crew.start(settle) for _ in range(threads)])
     torch.set_num_threads(before)  # what other new threads will start with; ours keep theirs
     return crew
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Many small operations in a row, done by one thread.
+
+
+def alone(make: Callable[[], T]) -> T:
+    """What `make` gives, without torch's threads: on a busy machine they wait for each other longer than they work."""
+    found: list[T] = []
+
+    def work(_room: Tensor, todo: Iterator[Callable[[], T]]) -> None:
+        found.extend(one() for one in todo)
+
+    spread(work, [torch.empty(0)] * torch.get_num_threads(), [make])
+    return found[0]

@@ -7,7 +7,7 @@ from harness.case import Case
 from harness.references import Reference, sdpa
 from harness.references.sdpa import StaticKV
 from harness.references.sdpa_mla import ExpandedMLA
-from harness.specs.blocks import FEEDFORWARD_FACTOR
+from harness.variants.specs.blocks import FEEDFORWARD_FACTOR
 
 
 class MlaBlock(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from harness.case import Case
 from harness.references import Reference, torch_mha
-from harness.specs.blocks import FEEDFORWARD_FACTOR
+from harness.variants.specs.blocks import FEEDFORWARD_FACTOR
 
 
 def build(case: Case) -> nn.Module:

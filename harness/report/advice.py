@@ -4,13 +4,12 @@ from rich.console import Console
 from rich.text import Text
 
 from harness.advise.choose import Advice, Option, faster
-from harness.advise.figure import Figure
 from harness.advise.memory import Demand
 from harness.advise.roofline import BEYOND, CACHED, Roofline
-from harness.advise.work import Part
-from harness.report.format import ABSENT, count, milliseconds, plain, plural
+from harness.advise.work import Figure, Part
 from harness.report.story import Column
 from harness.report.terminal import fits, table_of
+from harness.text import ABSENT, count, milliseconds, plain, plural
 
 LEGEND = (
     "own: what the model has. params: of the attention of one layer. cache: KV cache at this context and batch, of it "

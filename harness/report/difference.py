@@ -8,13 +8,13 @@ import pandas as pd
 from rich.console import Console
 from rich.text import Text
 
-from harness.difference import WEIGHTS, Difference, Row, other_kernel
-from harness.gate.columns import METRICS
+from harness.gate.difference import WEIGHTS, Difference, Row, other_kernel
+from harness.gate.findings import METRICS
 from harness.report import story
-from harness.report.format import ABSENT, interval, is_absent, plain, plural, ratio, small
 from harness.report.page import Run
 from harness.report.summary import judge
 from harness.report.terminal import print_entry
+from harness.text import ABSENT, interval, is_absent, plain, plural, ratio, small
 
 SHOWN = 20
 NOTE = (

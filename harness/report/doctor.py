@@ -6,9 +6,9 @@ from rich.text import Text
 
 from harness.doctor.finding import Examination
 from harness.doctor.noise import Noise
-from harness.report.format import plain
 from harness.report.story import Column
 from harness.report.terminal import table_of
+from harness.text import plain
 
 STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.errors import BadInput
-from harness.report.summary import EQUAL
+from harness.record import EQUAL_STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ def tradeoffs(runs: "Sequence[Run]") -> Any:
     from harness.report.page.rows import combine
 
     frame = combine(runs)
-    shown = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL) & frame["latency_ms"].notna()]
+    shown = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL_STATUSES) & frame["latency_ms"].notna()]
     shown = shown[(shown["dtype"] == "float32") & (shown["mask"] == "causal")]
     if shown.empty:
         raise BadInput("this run has no equal float32 causal decode cell to draw")

@@ -8,8 +8,8 @@ import pandas as pd
 
 from harness.environment import Environment
 from harness.report import story
-from harness.report.format import count, first_line, interval, measured_line, milliseconds, plain, ratio, small
 from harness.report.summary import judge, not_ok, summarise
+from harness.text import count, first_line, interval, measured_line, milliseconds, plain, ratio, small
 
 SHOWN = 20
 CELL_TITLES = ("cell", "status", "error/N", "max error", "budget", "params", "KV B/token", "ms", "ref ms", "x ref",

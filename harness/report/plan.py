@@ -8,13 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.case import DTYPES, PHASES, Case
-from harness.config import Suite
-from harness.document import REGIMES, STRUCTURES
-from harness.families.names import family_titles
-from harness.kernels.names import kernel_names
-from harness.kernels.options import OPTIONS
-from harness.masks import MASKS
-from harness.specs import VARIANTS
+from harness.kernels.names import OPTIONS, kernel_names, pick
+from harness.models.families.names import family_titles
+from harness.suite.config import Suite
+from harness.suite.schema import REGIMES, STRUCTURES
+from harness.text import count, ratio
+from harness.variants.masks import MASKS
+from harness.variants.specs import VARIANTS
+from harness.variants.specs.latent import FLOPS_PER_BYTE, Choice, Cost, LatentSizes, absorbs, choose
 
 AXES = ("variant", "embed_dim", "heads", "kv_heads", "seq_len", "mask", "phase", "dtype", "batch", "kernel")
 SHOWN = 10
@@ -58,3 +59,73 @@ def _print_section(console: Console, title: str, entries: Mapping[str, str]) -> 
     for name, text in entries.items():
         table.add_row(f"  {name}", text)
     console.print(table)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `--explain`: which form of latent attention, and which kernel, each case takes, and the counts that decide it.
+
+
+RULE = f"auto takes the lower price = FLOPs + {FLOPS_PER_BYTE} x bytes, counted per batch row"
+
+
+def print_explanations(cases: Sequence[Case], console: Console) -> None:
+    """A paragraph per case: the form of latent attention, and what the kernel named "auto" comes to."""
+    if any(case.kv_lora_rank is not None for case in cases):
+        console.print(f"latent attention: {RULE}", markup=False, highlight=False, soft_wrap=True)
+    for case in cases:
+        console.print(case.case_id, markup=False, highlight=False, soft_wrap=True)
+        for reason in (why(case), why_kernel(case)):
+            if reason:
+                console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+def why(case: Case) -> str | None:
+    """The form that a case of latent attention takes, and why; None for other variants."""
+    choice = choice_of(case)
+    if choice is None:
+        return None
+    mode = VARIANTS[case.variant].swap_options.get("mode", "auto")
+    if mode == "naive":
+        return "expanded: its cache holds decompressed keys and values, so only new tokens are decompressed"
+    counts = f"absorbed {_cost(choice.absorbed)}; expanded {_cost(choice.expanded)}"
+    if mode == "absorbed":
+        return f"absorbed: the variant says so; {counts}"
+    form, prices = "absorbed" if choice.absorbs else "expanded", choice.absorbed.price / choice.expanded.price
+    return f"{form}: {counts}; price of absorbing / expanding = {ratio(prices)}"
+
+
+def why_kernel(case: Case) -> str:
+    """Which kernel the last call of this case comes to, and why."""
+    if case.kernel != "auto":
+        return f"kernel {case.kernel}, as the config says"
+    queries = 1 if case.phase == "decode" else case.seq_len
+    is_latent = case.kv_lora_rank is not None
+    kv_heads = case.kv_heads or (1 if is_latent and absorbs(case, queries, case.kv_len) else case.heads)
+    rule = MASKS[case.mask]
+    rows, slanted = case.heads // kv_heads * queries, rule.causal or rule.window is not None
+    products = case.batch * kv_heads
+    name = pick(
+        rows,
+        queries,
+        case.kv_len,
+        products=products,
+        slanted=slanted,
+        trains=case.phase == "train",
+        need_weights=False,
+    )
+    kind = "causal or windowed" if slanted else "dense"
+    sizes = f"{rows} rows over {case.kv_len} keys, {queries} queries, {kind}, {case.phase}"
+    return f"kernel {name}: {sizes}; {count(products * rows * case.kv_len)} scores"
+
+
+def choice_of(case: Case) -> Choice | None:
+    """Both forms' costs for the last call of this case; None without latents."""
+    if case.kv_lora_rank is None or case.rope_head_dim is None or case.v_head_dim is None:
+        return None
+    sizes = LatentSizes(case.heads, case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank)
+    queries = 1 if case.phase == "decode" else case.seq_len
+    return choose(sizes, queries, case.kv_len, itemsize=case.item_bytes)
+
+
+def _cost(cost: Cost) -> str:
+    return f"{count(cost.flops)} FLOPs and {count(cost.bytes)} bytes"

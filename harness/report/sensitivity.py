@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from harness.environment import Environment
+from harness.mutants import result as table
+from harness.mutants.result import KILLED, NOT_APPLICABLE, SURVIVED, Study
 from harness.report import markdown
-from harness.report.format import ABSENT, first_line, is_absent, plain, plural, ratio
 from harness.report.story import Column
 from harness.report.terminal import table_of
-from harness.sensitivity import table
-from harness.sensitivity.result import KILLED, NOT_APPLICABLE, SURVIVED, Study
+from harness.text import ABSENT, first_line, is_absent, plain, plural, ratio
 
 SHOWN = 20  # survivors on the terminal; sensitivity.md has all
 LEGEND = (

@@ -6,20 +6,23 @@ slowest and the worst cells, and where and how the run was made.
 """
 
 import math
+from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.report.format import ABSENT, count, interval, milliseconds, plain, ratio
-from harness.report.page import Run
+from harness.errors import EQUAL, NOT_EQUAL
+from harness.record import EQUAL_STATUSES
+from harness.report.page import Run, write_own_page
 from harness.report.page.rows import combine
 from harness.report.page.words import environment_table
-from harness.report.sparkline import condense, sparkline
+from harness.report.sparsity import is_approximate, print_sparsity
 from harness.report.story import Column
-from harness.report.summary import EQUAL
+from harness.report.summary import judge
 from harness.report.terminal import print_summary, table_of
+from harness.text import ABSENT, condense, count, interval, milliseconds, plain, ratio, sparkline, terminal
 
 SHOWN, CURVES = 5, 12
 OK_UP_TO = 2.0  # in noise floors N
@@ -44,7 +47,7 @@ def print_run(run: Run, console: Console, *, measured_share: float | None = None
 
 def curves(frame: pd.DataFrame) -> Table | None:
     """The steepest first: one row for each variant, phase and family of cells that differ in length alone."""
-    timed = frame[frame["status"].isin(EQUAL) & frame["latency_ms"].notna()]
+    timed = frame[frame["status"].isin(EQUAL_STATUSES) & frame["latency_ms"].notna()]
     rows: list[tuple[float, str, str, str, str, list[float]]] = []
     for (series, phase, family), cells in timed.groupby(["series", "phase", "family"], sort=False):
         cells = cells.sort_values("seq_len")
@@ -86,7 +89,7 @@ def errors(frame: pd.DataFrame) -> Table | None:
 
 def largest_choice(frame: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     """The decode cells of the setting with most variants, of these the longest; and what it is called."""
-    cells = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL)]
+    cells = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL_STATUSES)]
     cells = cells[cells["latency_ms"].notna() & cells["kv_bytes_per_token"].notna()]
     if cells.empty:
         return "", cells
@@ -166,3 +169,19 @@ def _print_origin(run: Run, console: Console) -> None:
         for row in environment_table([run]).rows:
             grid.add_row(*(Text(cell) for cell in row.cells))
     console.print(grid)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The end of a run, measured or merged: its page, its summary on the terminal, its exit code.
+
+
+def finish(frame: pd.DataFrame, folder: Path, *, quiet: bool, strict: bool) -> int:
+    write_own_page(folder, frame)
+    if not quiet:
+        share, elapsed = frame.attrs["measured_share"], frame.attrs["elapsed"]
+        print_summary(frame, terminal(), folder=folder, measured_share=share, elapsed=elapsed)
+        if is_approximate(frame):
+            print_sparsity(folder, terminal())
+    verdict = judge(frame)
+    degraded = strict and verdict.statuses.get("degraded", 0)
+    return EQUAL if verdict.passed and not degraded else NOT_EQUAL

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from harness import store
 from harness.record import Record
-from harness.report.format import interval, plain, ratio
 from harness.report.markdown import table_of as markdown_table
 from harness.report.markdown import text
 from harness.report.story import Column
+from harness.text import interval, plain, ratio
 
 TITLE = "What was left out?"
 LEGEND = (

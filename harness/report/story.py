@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.record import FAILING
-from harness.report.format import first_line, interval, is_absent, plain, ratio, small, span
-from harness.report.summary import EQUAL, TIMED, Verdict
+from harness.record import EQUAL_STATUSES, FAILING
+from harness.report.summary import TIMED, Verdict
+from harness.text import first_line, interval, is_absent, plain, ratio, small, span
 
 LEGEND = (
     "error/N: the worst cell's error over its noise floor N, ok up to 2; max error and budget (2 N) are of that cell, "
@@ -36,7 +36,9 @@ class Group:
 
 
 def headline(verdict: Verdict) -> str:
-    if not any(status in EQUAL or status in FAILING for status in verdict.statuses):  # none, or all unsupported
+    if not any(
+        status in EQUAL_STATUSES or status in FAILING for status in verdict.statuses
+    ):  # none, or all unsupported
         return "NOTHING COMPARED"
     if verdict.missing and not any(status in FAILING for status in verdict.statuses):
         return "INCOMPLETE"

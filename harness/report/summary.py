@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness.record import FAILING, STATUSES
+from harness.record import EQUAL_STATUSES, FAILING, STATUSES
 
 BASE = "mha"
-EQUAL = ("ok", "degraded")
 # Two cells differ by their variant alone if they agree on these; kv_heads and the MLA ranks belong to the variant.
 MATCHED = ["embed_dim", "heads", "head_dim", "seq_len", "batch", "mask", "dtype", "phase", "bias", "kernel"]
 TIMED = ("prefill", "decode", "train")
@@ -33,7 +32,7 @@ class Verdict:
     def passed(self) -> bool:
         """Something was compared, nothing failed, and nothing is missing."""
         failed = any(status in FAILING for status in self.statuses)
-        return any(status in EQUAL for status in self.statuses) and not failed and not self.missing
+        return any(status in EQUAL_STATUSES for status in self.statuses) and not failed and not self.missing
 
 
 def judge(frame: pd.DataFrame) -> Verdict:
@@ -80,11 +79,13 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
             row[f"{column}_max"] = known.max() if len(known) else None
             row[f"{column}_vs_mha"] = geometric_mean(mine[column] / mine[f"{column}_mha"])
         for phase in TIMED:
-            equal = cells[(cells["phase"] == phase) & cells["status"].isin(EQUAL)]["latency_ratio"].dropna()
+            equal = cells[(cells["phase"] == phase) & cells["status"].isin(EQUAL_STATUSES)]["latency_ratio"].dropna()
             row[f"{phase}_ratio"] = geometric_mean(equal)
             row[f"{phase}_ratio_min"] = equal.min() if len(equal) else None
             row[f"{phase}_ratio_max"] = equal.max() if len(equal) else None
-            both = mine[(mine["phase"] == phase) & mine["status"].isin(EQUAL) & mine["status_mha"].isin(EQUAL)]
+            both = mine[
+                (mine["phase"] == phase) & mine["status"].isin(EQUAL_STATUSES) & mine["status_mha"].isin(EQUAL_STATUSES)
+            ]
             row[f"{phase}_latency_vs_mha"] = geometric_mean(both["latency_ms"] / both["latency_ms_mha"])
         rows.append(row)
     return pd.DataFrame(rows, columns=list(DTYPES)).astype(DTYPES)

@@ -13,8 +13,8 @@ from rich.text import Text
 from harness.gate.exact import Finding
 from harness.record import FAILING
 from harness.report import story
-from harness.report.format import first_line, measured_line, plain
 from harness.report.summary import judge, not_ok, summarise
+from harness.text import first_line, measured_line, plain
 
 SHOWN = 20
 SHOWN_FILES = ("report.html", "summary.md", "results.csv", "results.parquet", "records.jsonl", "benchmark.json")

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from harness.history.trend import Change, Trend, fewest_nights
-from harness.report.format import plain, plural, ratio
-from harness.report.sparkline import condense, sparkline
+from harness.gate.trend import Change, Trend, fewest_nights
+from harness.text import condense, plain, plural, ratio, sparkline
 
 CellChange = tuple[Trend, Change]
 PAGE_WIDTH = 120

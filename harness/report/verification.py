@@ -5,18 +5,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from harness.environment import Environment
 from harness.report import markdown
-from harness.report.format import ABSENT, count, first_line, is_absent, plain, ratio, small
 from harness.report.story import Column
 from harness.report.terminal import fits, table_of
+from harness.text import ABSENT, count, first_line, is_absent, plain, plural, ratio, small
 
-if TYPE_CHECKING:  # these know torch
-    from harness.verify.result import Step, Verification
+if TYPE_CHECKING:
+    from harness.cell.rule import Equivalence
+    from harness.models.tuning.file import Head, Tuned
+    from harness.models.tuning.search import LayerTuned
+    from harness.models.verify.result import Step, Verification
+    from harness.swaps.report import SwapReport
 
 # For each status of a step: its mark, the same for a terminal that has only ASCII, and its colour.
 MARKS = {
@@ -231,3 +236,66 @@ def _generated(row: Any) -> str:
     if not is_absent(row["generated_err_ratio"]):
         return f"{ratio(row['generated_err_ratio'])} N"
     return "tokens =" if row["generate"] == "passed" else "tokens differ"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a swap replaced, and whether the swapped model is equal, on a terminal.
+
+
+def print_swap(report: "SwapReport", found: "Equivalence", console: Console | None = None) -> None:
+    console = Console() if console is None else console
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for title in ("module", "became"):
+        table.add_column(title, overflow="fold")
+    for title in ("params", "calls"):
+        table.add_column(title, justify="right")
+    for row in report.swapped:
+        name = Text(row.name or "(the model)")
+        table.add_row(name, Text(row.became), f"{row.params_after:,}", f"{row.calls}")
+    console.print(table)
+    word = Text("EQUAL", "bold green") if found.passed else Text("NOT EQUAL", "bold red")
+    worst = found.worst
+    ratio = "" if worst.err_ratio is None else f", worst error {worst.err_ratio:.2f} N (ok up to 2 N)"
+    console.print(Text.assemble(word, f"  {len(found.verdicts)} outputs and gradients", ratio), "\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `harness tune-sparse` shows: a line for each layer as it ends, and what to do with the file.
+
+
+def print_layer(layer: "LayerTuned", console: Console, *, every_head: bool) -> None:
+    told = _told(layer.heads)
+    line = f"{layer.place}/{layer.layers}  {plain(layer.name)}: {told}, {layer.seconds:.1f} s"
+    console.print(Text(line), highlight=False, soft_wrap=True)
+    if not every_head:
+        return
+    for number, head in enumerate(layer.heads):
+        thresholds = " ".join(f"{name} {value:g}" for name, value in head.options.items())
+        odd = "" if head.monotone else ", not monotone"
+        found = f"sparsity {head.sparsity:.3f}, {head.pv_skipped:.3f} without values, L1 {head.rel_l1:.3f}{odd}"
+        line = f"     head {number}: {thresholds}  {found}"
+        console.print(Text(line, "dim"), highlight=False, soft_wrap=True)
+
+
+def print_tuned(found: "Tuned", path: Path, console: Console) -> None:
+    heads = [head for layer in found.layers.values() for head in layer]
+    layers = plural(len(found.layers), "layer", "layers")
+    console.print()
+    console.print(Text(f"{plain(found.family)}, {layers}: {_told(heads)}", "bold"), highlight=False, soft_wrap=True)
+    if odd := sum(not head.monotone for head in heads):
+        several = plural(odd, "head has", "heads have")
+        told = f"{several} an error that does not only grow with sparsity: a sparser setting may have been missed"
+        console.print(Text(told), highlight=False, soft_wrap=True)
+    if not any(head.sparsity or head.pv_skipped for head in heads):
+        told = "nothing can be left out: a larger budget, longer inputs or smaller blocks (block_q, block_k) may help"
+        console.print(Text(told), highlight=False, soft_wrap=True)
+    use = f"{path}  (harness verify {plain(found.family)} --tuned {path})"
+    console.print(Text(use), highlight=False, soft_wrap=True)
+
+
+def _told(heads: "list[Head] | tuple[Head, ...]") -> str:
+    sparsity = sum(head.sparsity for head in heads) / len(heads)
+    pv = sum(head.pv_skipped for head in heads) / len(heads)
+    worst = max(head.rel_l1 for head in heads)
+    count = plural(len(heads), "head", "heads")
+    return f"{count}, mean sparsity {sparsity:.3f}, {pv:.3f} more without values, worst relative L1 {worst:.3f}"

@@ -1,22 +1,28 @@
 """The run's folder. `records.jsonl` is the truth, appended and synced case by case; tables are derived from it."""
 
-from harness.store.about import (
+from harness.errors import StoreError
+from harness.store.files import claim, new_folder, slug, write_atomically
+from harness.store.folder import LATEST, RunFolder
+from harness.store.manifest import (
     COMPARED,
     CONFIG,
     ENVIRONMENT,
+    MANIFEST,
     About,
+    Manifest,
+    Part,
+    code_sha256,
     differences,
     read_environment,
+    read_manifest,
+    sha256,
+    take_shard,
     write_config,
     write_environment,
 )
-from harness.store.errors import StoreError
-from harness.store.files import claim, new_folder, slug, write_atomically
-from harness.store.folder import LATEST, RunFolder
-from harness.store.manifest import MANIFEST, Manifest, Part, code_sha256, read_manifest, sha256, take_shard
-from harness.store.reading import Stored, load, read, read_records, some
+from harness.store.reading import CSV, PARQUET, Stored, dtype, read, read_records, some, table, write_tables
+from harness.store.reading import read_table as load
 from harness.store.records import RECORDS, Line, latest, read_lines
-from harness.store.tables import CSV, PARQUET, dtype, table, write_tables
 
 __all__ = [
     "COMPARED",

@@ -5,15 +5,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
+from harness.errors import StoreError
 from harness.record import Record
 from harness.store import records as lines
-from harness.store.about import CONFIG, ENVIRONMENT, About, differences
-from harness.store.errors import StoreError
-from harness.store.files import claim, make_folder, new_folder, point, slug, sync_folder
-from harness.store.lock import Lock
-from harness.store.manifest import MANIFEST, Manifest
+from harness.store.files import Lock, claim, make_folder, new_folder, point, slug, sync_folder
+from harness.store.manifest import CONFIG, ENVIRONMENT, MANIFEST, About, Manifest, differences
+from harness.store.reading import CSV, PARQUET
 from harness.store.records import RECORDS, Writer
-from harness.store.tables import CSV, PARQUET
 
 LATEST = "latest"
 # What a run writes besides its records; the last two are the report's.

@@ -1,15 +1,52 @@
 """A run's folder as its readers see it: one record a cell, and what is missing said aloud."""
 
+import io
 import logging
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from harness.record import Record
+from harness import store
+from harness.errors import BadInput
+from harness.record import COLUMNS, Record
+from harness.store.files import write_atomically
 from harness.store.manifest import MANIFEST, Manifest, read_manifest
-from harness.store.records import latest, read_lines
-from harness.store.tables import table
+from harness.store.records import TYPES, latest, read_lines
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The pandas table of a run's records, and its files. Derived: they can be written again at any time.
+
+
+CSV, PARQUET = "results.csv", "results.parquet"
+# Nullable, so that one missing count neither becomes 0 nor turns its column into floats.
+DTYPES = {int: "Int64", float: "float64", str: "string", bool: "boolean"}
+
+
+def dtype(column: str) -> str:
+    return DTYPES[TYPES[column]]
+
+
+def table(records: Sequence[Record]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {name: pd.Series([getattr(r, name) for r in records], dtype=dtype(name)) for name in COLUMNS},
+        columns=list(COLUMNS),
+    )
+
+
+def write_tables(folder: Path, records: Sequence[Record]) -> pd.DataFrame:
+    frame = table(records)
+    write_atomically(Path(folder) / CSV, frame.to_csv(index=False, lineterminator="\n").encode())
+    buffer = io.BytesIO()
+    frame.to_parquet(buffer, index=False)
+    write_atomically(Path(folder) / PARQUET, buffer.getvalue())
+    return frame
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 NAMED = 5  # missing cells that a message names
 
@@ -51,7 +88,7 @@ def read_records(folder: Path) -> list[Record]:
     return read(folder).records
 
 
-def load(folder: Path) -> pd.DataFrame:
+def read_table(folder: Path) -> pd.DataFrame:
     """The table of a run; `frame.attrs["missing"]` names the cells that it should have and has not."""
     stored = read(folder)
     if stored.lack:
@@ -59,3 +96,48 @@ def load(folder: Path) -> pd.DataFrame:
     frame = table(stored.records)
     frame.attrs["missing"] = list(stored.missing)
     return frame
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `harness.load`: a run's table for a notebook, or several runs' under each other.
+
+
+Folder = str | os.PathLike[str]
+
+
+def load(folders: Folder | Sequence[Folder]) -> pd.DataFrame:
+    """One row a cell, a missing measurement is missing. Of a list, with the run's name in a first column `run`.
+
+    `frame.attrs["missing"]` names the cells that a run should have and has not.
+    """
+    if isinstance(folders, str | os.PathLike):
+        return store.load(Path(folders))
+    paths = [Path(folder) for folder in folders]
+    if not paths:
+        raise BadInput("no folder is given: there is nothing to load")
+    refuse_twice(paths)
+    frames = [store.load(path) for path in paths]
+    for name, frame in zip(labels(paths), frames, strict=True):
+        frame.insert(0, "run", pd.Series(name, index=frame.index, dtype="string"))
+    missing = [case_id for frame in frames for case_id in frame.attrs.pop("missing")]
+    whole = pd.concat(frames, ignore_index=True)
+    whole.attrs["missing"] = missing
+    return whole
+
+
+def refuse_twice(folders: Sequence[Path]) -> None:
+    """One run under two names would count its cells twice."""
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        first = seen.setdefault(folder.resolve(), folder)
+        if first is not folder:
+            same = "" if first == folder else f", as {first} and as {folder}"
+            raise BadInput(f"{folder.resolve()}: the same folder is given twice{same}")
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, or their paths where two have the same name."""
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    return [str(folder) for folder in folders]

@@ -22,8 +22,7 @@ from harness.swaps.converters import Conversion, Request, SwapError, converts
 from harness.swaps.torch_layers import PARTS, convert_to_drop_in, drop_in_like, split_sources, thirds
 from harness.swaps.weights import HOOKS, WeightSource
 from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
-from harness.variants.gqa import GroupedQueryAttention
-from harness.variants.mha import MultiHeadAttention, MultiQueryAttention
+from harness.variants.gqa import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
 
 # All three for every target, also those that are it already: in a model that mixes them, all become the same.

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from harness.errors import BadInput
-from harness.kernels.call import Kernel
-from harness.kernels.counter import Counter
+from harness.kernels.call import Counter, Kernel
 from harness.swaps.weights import WeightSource
 
 DROP_IN = "drop-in"  # same signature as the replaced module: what `swap(model)` makes

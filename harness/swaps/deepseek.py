@@ -16,8 +16,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from harness.kernels.call import Kernel, Unsupported, one_dtype
 from harness.kernels.front import attention, make_call
-from harness.specs.latent_cost import LatentSizes, choose
 from harness.swaps.converters import Request, SwapError
+from harness.variants.specs.latent import LatentSizes, choose
 
 Mode = Literal["auto", "naive", "absorbed"]
 OPTIONS = ("mode",)

@@ -16,8 +16,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from harness.kernels.call import Kernel
-from harness.kernels.counter import Counter
+from harness.kernels.call import Counter, Kernel
 from harness.kernels.front import attention
 from harness.swaps.converters import Request, SwapError
 from harness.swaps.report import SwappedModule

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from harness.kernels.counter import Counter
+from harness.kernels.call import Counter
 from harness.swaps.weights import WeightSource
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from harness.variants.dropin import (
     EagerMultiheadAttention,
     EagerMultiheadAttentionWithInProj,
 )
-from harness.variants.mha import MultiHeadAttention
+from harness.variants.gqa import MultiHeadAttention
 
 PARTS = ("q_proj", "k_proj", "v_proj")
 IN_PARAMETERS = ("in_proj_weight", "in_proj_bias", *(f"{part}_weight" for part in PARTS))

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.cache import KVCache
 from harness.kernels.front import AnyKernel, attention, find_kernel
+from harness.variants.cache import KVCache
 
 
 class GroupedQueryAttention(nn.Module):
@@ -83,3 +83,21 @@ class GroupedQueryAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, {self.kernel.name}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The two ends of grouped-query attention.
+
+
+class MultiHeadAttention(GroupedQueryAttention):
+    """Every query head has its own key/value head."""
+
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, num_heads, **options)
+
+
+class MultiQueryAttention(GroupedQueryAttention):
+    """All query heads share one key/value head."""
+
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, 1, **options)

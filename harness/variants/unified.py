@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.cache import KVCache
 from harness.kernels.front import AnyKernel
-from harness.specs.latent import resolve_latent
+from harness.variants.cache import KVCache
 from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
+from harness.variants.specs.latent import resolve_latent
 
 TYPES = "mha, mqa, gqa (with num_kv_heads), gqa-N (N key/value heads), mla, mla_naive, mla_absorbed"
 

@@ -15,13 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.kernels.blocksparse.alone import alone
-from harness.kernels.blocksparse.batches import Batch, Piece, batches, is_contiguous
-from harness.kernels.blocksparse.sight import SPARGE_BLOCKS, Blocks, block_sight, reach
-from harness.kernels.call import AttentionCall, Unsupported
+from harness.kernels.blocksparse.blocks import (
+    SPARGE_BLOCKS,
+    Batch,
+    Blocks,
+    Piece,
+    batches,
+    block_sight,
+    is_contiguous,
+    reach,
+)
+from harness.kernels.call import AttentionCall, BlockCount, Unsupported
 from harness.kernels.eager import eager, is_vectorised
-from harness.kernels.tally import BlockCount
-from harness.kernels.threads import spread
+from harness.kernels.threads import alone, spread
 from harness.kernels.tiled import LOG2_E
 from harness.kernels.tiles import SHARE, cache_bytes
 

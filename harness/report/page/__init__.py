@@ -1,8 +1,7 @@
 """report.html: one file that opens offline. Python gives rows, specs and words; the browser filters and draws."""
 
-from harness.report.page.build import build_page
+from harness.report.page.build import PAGE, build_page, missing_packages, write_own_page, write_page
 from harness.report.page.run import Run, Sensitivity, read_run, read_sensitivity
-from harness.report.page.write import PAGE, missing_packages, write_own_page, write_page
 
 __all__ = [
     "PAGE",

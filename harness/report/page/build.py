@@ -3,18 +3,67 @@
 import base64
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from harness import store
 from harness.errors import BadInput
 from harness.report import sparsity, story
 from harness.report.page import words
-from harness.report.page.bundle import vega_bundle
-from harness.report.page.left_out import left_out_rows, left_out_tables
-from harness.report.page.rows import AXES, DERIVED, DIGITS, KEY_COLUMNS, combine, embedded
-from harness.report.page.run import Run
+from harness.report.page.rows import (
+    AXES,
+    DERIVED,
+    DIGITS,
+    KEY_COLUMNS,
+    combine,
+    embedded,
+    left_out_rows,
+    left_out_tables,
+)
+from harness.report.page.run import Run, read_run
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Vega, Vega-Lite and vega-embed as one script that needs no network.
+
+
+log = logging.getLogger(__name__)
+SNIPPET = "window.vegaEmbed = vegaEmbed;"  # all that the page calls
+
+
+@cache
+def vega_bundle() -> str:
+    """Bundling takes seconds and depends on versions alone, so it is kept in the user's cache folder."""
+    import altair
+    import vl_convert
+
+    vega_lite = ".".join(altair.VEGALITE_VERSION.split(".")[:2])
+    path = _cache_folder() / f"vega-{version('vl-convert-python')}-{vega_lite}.js"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    text: str = vl_convert.javascript_bundle(SNIPPET, vl_version=vega_lite)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store.write_atomically(path, text.encode())
+    except OSError as error:
+        log.warning("%s cannot be written, so each report bundles its charts anew: %s", path, error)
+    return text
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-harness"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 STATIC = Path(__file__).parent / "static"
 # One concept a file; they share one scope, in this order.
@@ -128,3 +177,38 @@ def _policy(scripts: Sequence[str], css: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# report.html on disk.
+
+
+PAGE = "report.html"
+
+NEEDED = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
+
+
+def missing_packages() -> list[str]:
+    """What the page needs and this installation has not: the `report` extra brings it."""
+    return [name for module, name in NEEDED.items() if find_spec(module) is None]
+
+
+def write_own_page(folder: Path, frame: pd.DataFrame) -> None:
+    """At the end of a run: the page is part of its folder, but no run fails for want of it."""
+    if lost := missing_packages():
+        log.warning("no %s: it needs %s (the `report` extra)", PAGE, ", ".join(lost))
+        return
+    try:
+        write_page([replace(read_run(folder), frame=frame)], folder / PAGE)
+    except Exception as error:  # whatever it is, the verdict stands: it is told, and `harness report` shows it again
+        log.warning("no %s: %s: %s", PAGE, type(error).__name__, error)
+
+
+def write_page(runs: Sequence[Run], path: Path) -> None:
+    if lost := missing_packages():
+        raise BadInput(
+            f"{path.name} needs {', '.join(lost)}; install them with: pip install 'attention-harness[report]'"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A label may hold half of a surrogate pair, from a folder name that is no UTF-8.
+    store.write_atomically(path, build_page(runs).encode(errors="backslashreplace"))

@@ -6,7 +6,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from harness.report.summary import EQUAL
+from harness.record import EQUAL_STATUSES
 
 DATA = "rows"
 DRAWN = "drawn"  # the layer whose data the picture's table shows
@@ -217,7 +217,7 @@ def _marks(low: float, high: float) -> list[float]:
 
 def speed(frame: pd.DataFrame) -> Any:
     """Latency over the reference's, geometric mean of the cells behind each square; places stay while rows go."""
-    timed = frame[frame["latency_ratio"].notna() & frame["status"].isin(EQUAL)]
+    timed = frame[frame["latency_ratio"].notna() & frame["status"].isin(EQUAL_STATUSES)]
     places = sorted(set(timed["phase"].astype(str) + " · " + timed["mask"].astype(str)))
     series = list(dict.fromkeys(timed["series"].astype(str)))
     base = alt.Chart(alt.NamedData(DATA)).encode(

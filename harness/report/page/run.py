@@ -11,10 +11,10 @@ from harness import store
 from harness.environment import Environment
 from harness.errors import BadInput
 from harness.gate.exact import Finding, gate
-from harness.gate.outputs import JSON
-from harness.gate.verdicts import TimingVerdict
+from harness.gate.findings import TimingVerdict
 from harness.record import Record
 from harness.report.folder import told
+from harness.report.gate_files import JSON
 
 SABOTEURS, THRESHOLDS = "sensitivity.csv", "cells.csv"
 

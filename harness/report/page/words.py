@@ -6,11 +6,11 @@ from typing import Any
 
 from harness.environment import Environment
 from harness.gate.exact import Finding
-from harness.record import FAILING
+from harness.record import EQUAL_STATUSES, FAILING
 from harness.report import story
-from harness.report.format import ABSENT, first_line, plain, plural, ratio, small
 from harness.report.page.run import Run, Sensitivity
-from harness.report.summary import EQUAL, Verdict, judge, not_ok, summarise
+from harness.report.summary import Verdict, judge, not_ok, summarise
+from harness.text import ABSENT, first_line, plain, plural, ratio, small
 
 SHOWN = 20  # cells that are not ok, above the table of all
 # Of each headline that `story` knows, the worst first: a page is as good as its worst run.
@@ -59,7 +59,7 @@ class Card:
 def card(run: Run) -> Card:
     verdict = judge(run.frame)
     headline = story.headline(verdict)
-    equal = sum(number for status, number in verdict.statuses.items() if status in EQUAL)
+    equal = sum(number for status, number in verdict.statuses.items() if status in EQUAL_STATUSES)
     return Card(
         label=plain(run.label),
         headline=headline,
@@ -187,8 +187,8 @@ def _finding(finding: Finding) -> Row:
 
 
 def sensitivity_tables(study: Sensitivity) -> list[Table]:
-    from harness.sensitivity import table
-    from harness.sensitivity.result import KILLED, NOT_APPLICABLE, SURVIVED
+    from harness.mutants import result as table
+    from harness.mutants.result import KILLED, NOT_APPLICABLE, SURVIVED
 
     findings = study.findings
     score = table.score_of(findings)

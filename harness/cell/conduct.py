@@ -1,0 +1,169 @@
+"""How a kernel behaves beside its numbers: memory, inputs, dropout, delegation, hidden rows and keys."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from harness.cell.probe import OK, Finding, Probe, Question, judge_relation
+from harness.cell.relations import as_views
+from harness.swaps.weights import same_bits
+
+DROPOUT = 0.25  # not a half: there dropping p and keeping p look alike
+SIGMAS = 6.0
+TORCHS_OWN = ("scaled_dot_product", "multi_head_attention")  # in the names of torch's attention functions
+
+
+def repeated_call(probe: Probe) -> Finding | None:
+    """The same bits again, at once and after another call; and what was returned stays as it was."""
+    again = probe.question.ask(probe.kernel).clone()
+    flipped = torch.arange(probe.question.q.shape[0]).flip(0)
+    probe.question.batch(flipped).ask(probe.kernel)
+    kept = same_bits(probe.first, probe.answer)  # before the last call, which might put the same bits there again
+    later = probe.question.ask(probe.kernel)
+    # Of a single query few numbers are rounded: all queries together leave less to luck.
+    whole = probe.whole.ask(probe.kernel).clone()
+    if not (same_bits(again, probe.answer) and same_bits(probe.whole.ask(probe.kernel), whole)):
+        return Finding("mismatch", "the same call gave other bits the second time")
+    if not same_bits(later, probe.answer):
+        return Finding("mismatch", "the same call gave other bits after a call with other inputs")
+    if not kept:
+        return Finding("mismatch", "a result was overwritten by later calls")
+    return OK
+
+
+def inputs_untouched(probe: Probe) -> Finding | None:
+    """Nothing is written, not even beside a view in its buffer, and the result is memory of its own."""
+    question, buffers = as_views(probe.question)
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    out = question.ask(probe.kernel)
+    for name, buffer in buffers.items():
+        if not same_bits(buffer, before[name]):
+            return Finding("mismatch", f"wrote into the buffer that {name} is a view of")
+        if out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+            return Finding("mismatch", f"the result shares memory with {name}")
+    return OK
+
+
+def dropout(probe: Probe) -> Finding | None:
+    """Dropped weights are p of all, and the others grow so that the expectation stays.
+
+    Values are one-hot, keys taking turns on the channels: a row's sum is the sum of its weights, and a channel that one
+    visible key has to itself is that key's weight.
+    """
+    question, (S, D_v) = probe.whole, probe.whole.v.shape[2:]
+    one_hot = torch.eye(D_v, dtype=question.v.dtype)[torch.arange(S) % D_v]  # (S, D_v)
+    question = question.but(v=one_hot.expand_as(question.v).contiguous())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(probe.seed)
+        out = question.ask(probe.kernel, dropout_p=DROPOUT).double()
+    weights = _weights(question)  # (B, H, L, S), of float64
+    padded = torch.nn.functional.pad(weights, (0, -S % D_v)).unflatten(-1, (-1, D_v))
+    squares = padded.square().sum(-2)  # (B, H, L, D_v)
+    u = torch.finfo(question.v.dtype).eps
+    alone = ((padded > 0).sum(-2) == 1) & (padded.sum(-2) > torch.finfo(question.v.dtype).tiny)
+
+    if not bool(out.isfinite().all()):
+        return Finding("mismatch", f"not finite with dropout_p = {DROPOUT}")
+    kept = 1 - DROPOUT
+    if torch.equal(out, question.ask(probe.kernel).double()):
+        reason = f"dropout_p = {DROPOUT} changes nothing"
+        # SDPA's signature has the argument even where a kernel is meant for inference alone.
+        return Finding("mismatch" if probe.is_built_in else "skipped", reason)
+    mean, expected = float(out.sum(-1).mean()), float(weights.sum(-1).mean())
+    sigma = float((squares.sum() * DROPOUT / kept).sqrt()) / weights[..., 0].numel()
+    if not abs(mean - expected) <= SIGMAS * sigma + u:
+        reason = f"weights sum to {mean:.4f} on average instead of {expected:.4f}, sigma {sigma:.2g}"
+        return Finding("mismatch", reason)
+    n, dropped = int(alone.sum()), int((out[alone] == 0).sum())
+    if not abs(dropped - n * DROPOUT) <= SIGMAS * (n * DROPOUT * kept) ** 0.5:
+        return Finding("mismatch", f"{dropped} of {n} weights dropped at dropout_p = {DROPOUT}")
+    return OK
+
+
+def delegation(probe: Probe) -> Finding | None:
+    """A built-in kernel that calls torch's attention would be compared with itself, unless it says so."""
+    spy = _Spy()
+    # A compiled kernel runs uncompiled here: dynamo would trace the spy along with it.
+    with torch.compiler.set_stance("force_eager"), spy:
+        probe.question.ask(probe.kernel)
+    if not spy.seen:
+        return OK
+    reason = f"calls torch's {', '.join(sorted(spy.seen))}"
+    allowed = probe.kernel.delegates or not probe.is_built_in
+    return Finding("ok" if allowed else "mismatch", reason)
+
+
+def dead_rows(probe: Probe) -> Finding | None:
+    """A query that may attend nothing gives 0, and gradients of 0; the other queries do not notice."""
+    question = probe.question.densely_masked()
+    if question.mask is None or not (probe.keeps_nan_out or probe.rule.has_dead_rows):
+        return None
+    L = question.q.shape[2]
+    killed = torch.arange(L) % 3 == min(1, L - 1)  # (L,)
+    hidden = float("-inf") if question.mask.is_floating_point() else False
+    question = question.but(mask=question.mask.masked_fill(killed[:, None], hidden))
+    allowed = question.allowed()
+    assert allowed is not None
+    dead = ~allowed.any(-1)  # (B, H, L)
+    out = question.ask(probe.kernel)
+    if not bool((out[dead] == 0).all()):
+        return Finding("mismatch", "a query that may attend nothing does not give 0")
+    if probe.phase == "train":
+        for name, gradient in _gradients(probe, question, dead):
+            if not bool((gradient == 0).all()):
+                return Finding("mismatch", f"a query that may attend nothing has a gradient in {name}")
+    return judge_relation(out, probe.answer, probe.noise.times(2), rows=~dead)
+
+
+def hidden_nan(probe: Probe) -> Finding | None:
+    """A key and a value of NaN change nothing for queries that may not see them."""
+    question, allowed = probe.question, probe.question.allowed()
+    if allowed is None or not probe.keeps_nan_out:
+        return None
+    least_seen = int(allowed.sum(dim=(0, 1, 2)).argmin())
+    blind = ~allowed[..., least_seen]  # (B, H, L)
+    if not bool(blind.any()):
+        return None
+    k, v = question.k.clone(), question.v.clone()
+    k[:, :, least_seen] = v[:, :, least_seen] = float("nan")
+    found = question.but(k=k, v=v).ask(probe.kernel)
+    finding = judge_relation(
+        torch.where(blind[..., None], found, probe.answer), probe.answer, probe.noise.times(2), rows=blind
+    )
+    leaked = finding.reason == "not finite"
+    return Finding("mismatch", "NaN leaks from behind the mask") if leaked else finding
+
+
+class _Spy(TorchFunctionMode):
+    """Notes which of torch's own attention functions are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if any(part in name for part in TORCHS_OWN):
+            self.seen.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _weights(question: Question) -> Tensor:
+    weights: Tensor = question.in_float64().ask("eager", return_weights=True)[1]
+    return weights
+
+
+def _gradients(probe: Probe, question: Question, dead: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Of everything that the dead rows give, with respect to q, k and v."""
+    leaves = {name: question.tensors[name].detach().requires_grad_() for name in "qkv"}
+    with torch.enable_grad():
+        out = question.but(**leaves).ask(probe.kernel)
+        if not out.requires_grad:
+            return  # a kernel that cuts the graph: the comparison of gradients says so
+        gradients = torch.autograd.grad(out[dead].sum(), tuple(leaves.values()), materialize_grads=True)
+    yield from zip(leaves, gradients, strict=True)

@@ -1,0 +1,277 @@
+"""Runs both sides and the golden over all regimes and hands every tensor to the acceptance rule."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.case import HALF
+from harness.cell import self_checks as metamorphic
+from harness.cell.build import ContractBroken, Pair, Side, WrongDtype, jitter
+from harness.cell.regimes import Inputs, make_inputs
+from harness.cell.rule import JITTER_DRAWS, Equivalence, TensorVerdict, Yardstick
+from harness.cell.timing import Stopwatch
+from harness.swaps.weights import WeightSource
+
+# The most sensitive regime: a scale wrong by 1e-3 stands at 450 N and more in it, at 30 N in peaked and offset.
+SHADOW_REGIME = "plain"
+IN_FLOAT32 = " (in float32)"  # ends the name of a shadow's tensor
+
+
+@contextmanager
+def fast_path_off() -> Iterator[None]:
+    """torch's encoder fast path never calls the modules it contains: a wrong one would pass with error 0."""
+    was = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Many small operations: two threads gain little, and on a busy machine each would wait for the other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def golden_backend(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """SDPA's plain formula where the reference is in float64 too: by the fused one, the golden would be itself."""
+    return sdpa_kernel(SDPBackend.MATH) if dtype == torch.float64 else nullcontext()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The reference and its golden, as they are or with weights jittered by a relative u."""
+
+    reference: Side
+    golden: Side
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One regime: its inputs, and what every draw of the reference and its golden made of them."""
+
+    inputs: Inputs
+    cotangent: Tensor
+    references: list[dict[str, Any]]
+    goldens: list[dict[str, Any]]
+    yardsticks: dict[tuple[str, WeightSource], Yardstick] = field(default_factory=dict)  # made when first asked for
+
+    def yardstick(self, name: str, source: WeightSource) -> Yardstick:
+        """For a candidate's tensor `name`, which is `source` of the reference's."""
+        if (name, source) not in self.yardsticks:
+            self.yardsticks[name, source] = self._make_yardstick(name, source)
+        return self.yardsticks[name, source]
+
+    def draws(self, name: str, source: WeightSource) -> tuple[list[Tensor], list[Tensor]]:
+        """Of reference and golden, what a candidate's tensor `name` is compared with; the plain draw first."""
+        key = f"grad {source.name}" if name.startswith("grad ") else name
+        references, goldens = ([source.of(draw[key]) for draw in side] for side in (self.references, self.goldens))
+        return references, goldens
+
+    def _make_yardstick(self, name: str, source: WeightSource) -> Yardstick:
+        references, goldens = self.draws(name, source)
+        may_differ, poisoned = None, self.inputs.poisoned
+        if poisoned is not None:
+            rows = poisoned[..., None] if name == "out" else poisoned[:, None, :, None]
+            may_differ = rows.expand(references[0].shape)
+        return Yardstick.of(references, goldens, may_differ=may_differ, is_gradient=name.startswith("grad "))
+
+
+class Referee:
+    """The reference's half of a comparison, made once per cell and regime for any number of candidates.
+
+    Regimes are drawn in their order: a later one asked for first draws those before it, so that no number depends on
+    who asks.
+    """
+
+    def __init__(
+        self, pair: Pair, regimes: Sequence[str], *, seed: int, poison: float | None, stopwatch: Stopwatch | None = None
+    ) -> None:
+        self.regimes, self._poison = tuple(regimes), poison
+        self._pair, self._stopwatch = pair, stopwatch or Stopwatch()
+        self._seed, self._generator = seed, torch.Generator().manual_seed(seed)
+        self._u = torch.finfo(getattr(torch, pair.case.dtype)).eps
+        sides = [pair.reference, *(pair.reference.jittered(self._u, self._generator) for _ in range(JITTER_DRAWS))]
+        self._draws = [Draw(side, side.in_float64()) for side in sides]
+        self._expected: list[Expected | None] = []
+
+    def expected(self, regime: str) -> Expected | None:
+        """None where the regime does not apply to the cell."""
+        place = self.regimes.index(regime)
+        while len(self._expected) <= place:
+            self._expected.append(self._draw(self.regimes[len(self._expected)]))
+        return self._expected[place]
+
+    def judge(self, pair: Pair, regime: str) -> Iterator[TensorVerdict]:
+        """Every tensor of `pair`'s candidate, one by one; none where the regime does not apply."""
+        expected = self.expected(regime)
+        if expected is None:
+            return
+        c = self._run_candidate(pair, expected)
+        with one_thread():
+            yield from _judge_all(pair, expected, c)
+
+    def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
+        """Everything that is compared, one by one: who looks for the first failure alone may stop there.
+
+        The cheap checks without a reference come early for that reason.
+        """
+        for place, regime in enumerate(self.regimes):
+            yield from self.judge(pair, regime)
+            if place == 0:
+                yield from metamorphic.verdicts(pair, seed=self._seed)
+        if self._shadow is not None:
+            yield from self._shadow.examine(pair.in_float32())
+
+    def glance(self, pair: Pair) -> Iterator[TensorVerdict]:
+        """The most sensitive part: the first regime, and in half precision its shadow."""
+        yield from self.judge(pair, self.regimes[0])
+        if self._shadow is not None:
+            yield from self._shadow.examine(pair.in_float32())
+
+    @cached_property
+    def _shadow(self) -> "ShadowReferee | None":
+        return ShadowReferee(self) if self._pair.case.dtype in HALF else None
+
+    def _run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
+        with fast_path_off(), self._stopwatch.running():
+            return outputs(pair, pair.candidate, expected.inputs.candidate_x, expected.cotangent)
+
+    def _inputs(self, regime: str) -> Inputs | None:
+        return make_inputs(self._pair.case, regime, self._generator, poison=self._poison)
+
+    def _draw(self, regime: str) -> Expected | None:
+        pair, draws = self._pair, self._draws
+        inputs = self._inputs(regime)
+        if inputs is None:
+            return None
+        xs = [inputs.x, *(jitter(inputs.x, self._u, self._generator) for _ in draws[1:])]
+        cotangent = torch.randn(inputs.x.shape, generator=self._generator).to(inputs.x.dtype)
+        with fast_path_off(), self._stopwatch.running():
+            r = [outputs(pair, draw.reference, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
+            g = [golden_outputs(pair, draw.golden, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
+        return Expected(inputs, cotangent, r, g)
+
+
+class ShadowReferee(Referee):
+    """The same cell in float32, on copies of the rounded weights, masks and inputs, by float32's rule.
+
+    In half precision the modules round q, k and v, and that hides a scale wrong by 1 %.
+    """
+
+    def __init__(self, half: Referee) -> None:
+        regime = SHADOW_REGIME if SHADOW_REGIME in half.regimes else half.regimes[0]
+        pair = half._pair.in_float32()
+        super().__init__(pair, [regime], seed=half._seed, poison=half._poison, stopwatch=half._stopwatch)
+        self._half = half
+
+    def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
+        """In its one regime; the checks without a reference are the cell's own."""
+        return self.judge(pair, self.regimes[0])
+
+    def judge(self, pair: Pair, regime: str) -> Iterator[TensorVerdict]:
+        try:
+            verdicts = list(super().judge(pair, regime))
+        except _NoFloat32 as refusal:
+            reason = f"the kernel does not run in float32: {refusal}"
+            verdicts = [TensorVerdict("out", regime, "skipped", reason)]
+        yield from [replace(v, tensor=v.tensor + IN_FLOAT32, is_aside=True) for v in verdicts]
+
+    def _run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
+        try:
+            return super()._run_candidate(pair, expected)
+        except ContractBroken as failure:
+            if not isinstance(failure, WrongDtype):
+                raise
+            raise _NoFloat32(str(failure)) from failure
+        except Exception as failure:  # a kernel for half precision alone owes nothing here, however it says so
+            raise _NoFloat32(f"{type(failure).__name__}: {failure}") from failure
+
+    def _inputs(self, regime: str) -> Inputs | None:
+        expected = self._half.expected(regime)
+        if expected is None:
+            return None
+        inputs = expected.inputs
+        return replace(inputs, x=inputs.x.float(), candidate_x=inputs.candidate_x.float())
+
+
+class _NoFloat32(Exception):
+    """The candidate of a half-precision cell cannot be called in float32."""
+
+
+def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
+    poison = float("nan") if pair.watch.kernel.shielded else None
+    referee = Referee(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
+    pair.watch.calls = 0  # those of the comparison alone: what it bypasses, weighing may have called
+    verdicts = tuple(referee.examine(pair))
+    if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
+        raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
+    return Equivalence(verdicts)
+
+
+def golden_outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
+    with golden_backend(getattr(torch, pair.case.dtype)):
+        return outputs(pair, side, x.double(), cotangent.double())
+
+
+def _judge_all(pair: Pair, expected: Expected, c: dict[str, Any]) -> Iterator[TensorVerdict]:
+    for name, candidate in c.items():
+        yardstick = expected.yardstick(name, source_of(pair, name))
+        yield yardstick.judge(name, candidate, regime=expected.inputs.regime)
+
+
+def source_of(pair: Pair, name: str) -> WeightSource:
+    """Where the reference has what the candidate calls `name`: of a parameter's gradient, perhaps some rows."""
+    if not name.startswith("grad "):
+        return WeightSource(name)
+    return pair.swap_report.sources().get(name.removeprefix("grad "), WeightSource("x"))
+
+
+def outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
+    """Everything this phase compares, by name."""
+    if pair.case.phase == "train":
+        return _train_outputs(side, x, cotangent)
+    with torch.no_grad():
+        if pair.case.phase == "decode":
+            return {"out": run_steps(pair, side, x)[0]}
+        out, weights = side.forward(side.module, x, side.views[0], None, pair.compares_weights)
+        return {"out": out} if weights is None else {"out": out, "weights": weights}
+
+
+def run_steps(pair: Pair, side: Side, x: Tensor) -> tuple[Tensor, Any]:
+    """Prefill into a fresh cache, then one token at a time: all outputs in order, and the filled cache."""
+    assert side.new_cache is not None
+    cache = side.new_cache(pair.case.kv_len)
+    parts = []
+    for (queries, _), view in zip(pair.steps, side.views, strict=True):
+        out, _ = side.forward(side.module, x[:, queries.start : queries.stop], view, cache, False)
+        parts.append(out)
+    return torch.cat(parts, dim=1), cache
+
+
+def train_step(side: Side, x: Tensor, cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Output, and the gradients of x and of every parameter."""
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        out, _ = side.forward(side.module, leaf, side.views[0], None, False)
+        leaves = (leaf, *side.module.parameters())
+        # A kernel that cuts the graph gives no gradient: that is a gradient of 0, and judged as one.
+        return out, torch.autograd.grad(out, leaves, cotangent, materialize_grads=True)
+
+
+def _train_outputs(side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
+    out, gradients = train_step(side, x, cotangent)
+    names = ["x", *(name for name, _ in side.module.named_parameters())]
+    return {"out": out.detach()} | {f"grad {name}": g for name, g in zip(names, gradients, strict=True)}

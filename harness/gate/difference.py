@@ -1,0 +1,160 @@
+"""Two runs, cell by cell: what changed from one to the other, the largest change first. Floats here, text elsewhere."""
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from harness.gate.exact import is_farther
+from harness.gate.findings import METRICS
+from harness.record import FAILING
+
+Row = Mapping[Hashable, Any]
+WEIGHTS = ("params", "kv_cache_bytes", "kv_bytes_per_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One cell in both runs, or in one; then the other's row is None."""
+
+    case_id: str
+    before: Row | None
+    after: Row | None
+
+    @property
+    def in_both(self) -> bool:
+        return self.before is not None and self.after is not None
+
+    @property
+    def worse(self) -> bool:
+        return self._step > 0
+
+    @property
+    def better(self) -> bool:
+        return self._step < 0
+
+    @property
+    def _step(self) -> int:
+        if self.before is None or self.after is None:
+            return 0
+        return severity(self.after["status"]) - severity(self.before["status"]) or self._drift
+
+    @property
+    def _drift(self) -> int:
+        """Of an approximate kernel in two runs of one status: whether its relative L1 moved by more than rounding."""
+        pair = self.pair("rel_l1")
+        if pair is None or pair[0] is None or pair[1] is None:
+            return 0
+        return int(is_farther(*pair)) - int(is_farther(*reversed(pair)))
+
+    @property
+    def status_changed(self) -> bool:
+        return self.pair("status") is not None
+
+    @property
+    def weights(self) -> dict[str, tuple[Any, Any]]:
+        """Parameters and cache bytes that are not the same."""
+        found = {name: self.pair(name) for name in WEIGHTS}
+        return {name: pair for name, pair in found.items() if pair is not None}
+
+    @property
+    def error_factor(self) -> float | None:
+        """err_ratio after over before; None where equal, or where one has none."""
+        return self._factor("err_ratio")
+
+    @property
+    def metrics(self) -> dict[str, tuple[Any, Any]]:
+        """Metrics of an approximate kernel that are not the same."""
+        found = {name: self.pair(name) for name in METRICS}
+        return {name: pair for name, pair in found.items() if pair is not None}
+
+    @property
+    def metric_factor(self) -> float | None:
+        """rel_l1 after over before; None as in `error_factor`."""
+        return self._factor("rel_l1")
+
+    @property
+    def speed_factor(self) -> float | None:
+        """x ref after over before: each run's own reference takes the machine out of it."""
+        return self._factor("latency_ratio")
+
+    @property
+    def speed_apart(self) -> bool:
+        """Whether the two intervals of x ref share no number: only then is the change more than noise."""
+        if self.before is None or self.after is None:
+            return False
+        ends = [row[f"latency_ratio_{end}"] for row in (self.before, self.after) for end in ("lo", "hi")]
+        if any(bool(pd.isna(end)) for end in ends):
+            return False
+        lo_a, hi_a, lo_b, hi_b = ends
+        return bool(hi_a < lo_b or hi_b < lo_a)
+
+    @property
+    def found(self) -> bool:
+        """Whether there is anything to tell; a speed within both intervals is not."""
+        changed = any(
+            self.pair(name) is not None for name in ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS)
+        )
+        return changed or not self.in_both or self.speed_apart
+
+    def pair(self, column: str) -> tuple[Any, Any] | None:
+        """Both values where they differ; a missing one is None."""
+        if self.before is None or self.after is None:
+            return None
+        values: list[Any] = [None if pd.isna(row[column]) else row[column] for row in (self.before, self.after)]
+        a, b = values
+        return None if a == b else (a, b)
+
+    def _factor(self, column: str) -> float | None:
+        pair = self.pair(column)
+        if pair is None or pair[0] is None or pair[1] is None:
+            return None
+        a, b = float(pair[0]), float(pair[1])
+        if math.isinf(a):  # so b is finite, or they would be equal
+            return 0.0
+        return b / a if a > 0 else math.inf
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Worse, other status, cells of one run alone, weights, then the largest factor either way."""
+        factors = [self.error_factor, self.metric_factor, self.speed_factor if self.speed_apart else None]
+        # x2 and x0.5 are changes of one size.
+        sizes = [
+            abs(math.log(factor)) if 0 < factor < math.inf else math.inf for factor in factors if factor is not None
+        ]
+        kinds = (self.worse, self.status_changed, not self.in_both, bool(self.weights))
+        return (*(not kind for kind in kinds), -max(sizes, default=0.0))
+
+
+def severity(status: str) -> int:
+    """Statuses of one kind are neither better nor worse than each other."""
+    if status in FAILING:
+        return 3
+    return {"ok": 0, "degraded": 1, "unsupported": 2}[status]
+
+
+def compare_runs(before: pd.DataFrame, after: pd.DataFrame) -> list[Difference]:
+    """Every cell of either run, the largest difference first; equal ones last, in the order of the runs.
+
+    Two runs of one kernel each, and not of the same, are matched without it: they were made to compare the two.
+    """
+    column = "case_id" if other_kernel(before, after) is None else "stem"
+    a, b = ({row[column]: row for row in _with_stem(frame).to_dict("records")} for frame in (before, after))
+    cells = [Difference(case_id, a.get(case_id), b.get(case_id)) for case_id in dict.fromkeys([*a, *b])]
+    return sorted(cells, key=lambda cell: (not cell.found, *cell.order))
+
+
+def other_kernel(before: pd.DataFrame, after: pd.DataFrame) -> tuple[str, str] | None:
+    """The kernels of two runs that have one each, where these differ."""
+    kernels = [list(dict.fromkeys(frame["kernel"])) for frame in (before, after)]
+    if kernels[0] == kernels[1] or any(len(names) != 1 for names in kernels):
+        return None
+    return kernels[0][0], kernels[1][0]
+
+
+def _with_stem(frame: pd.DataFrame) -> pd.DataFrame:
+    """A cell's id ends with its kernel."""
+    pairs = zip(frame["case_id"], frame["kernel"], strict=True)
+    return frame.assign(stem=[case_id.removesuffix(f"-{kernel}") for case_id, kernel in pairs])

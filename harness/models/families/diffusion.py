@@ -1,0 +1,157 @@
+"""What all families of diffusers have in common: tiny random models, checkpoints, batches, a few denoising steps."""
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.cell.build import randomise
+from harness.models.families.family import Batch, Family, FamilyError, Structure
+
+STEPS = 4
+TIMES = (750.0, 250.0)  # of 1000: of the rows of a batch
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random values that every dtype holds exactly: the float64 copy of a model sees the very same inputs."""
+
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        noise = torch.randn(shape, generator=self.generator)
+        return ((noise * 16).round() / 16).to(self.device, self.dtype)
+
+
+def diffusion_family(
+    name: str,
+    title: str,
+    *,
+    model_class: Any,
+    tiny: Mapping[str, Any],
+    structure: Callable[[Any], Structure],
+    inputs: Callable[[Any, Draw, int], dict[str, Any]],
+    timestep: Callable[[Tensor, torch.dtype], Tensor],
+    scheduler: Callable[[], Any],
+    channel_dim: int,
+    hide_text: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> Family:
+    """
+    structure    config -> what the model must consist of
+    inputs       model, draw, batch size -> arguments of a forward pass but `timestep`; `hidden_states` is the latent
+    timestep     times from 0 to 1000, (B,), and the model's dtype -> what the model takes
+    channel_dim  where the latent has its channels: those beyond the output's are conditioning, held through the steps
+    hide_text    model, arguments -> the arguments that change when the last row's second half of the text is padding
+    """
+
+    def build(overrides: Mapping[str, Any]) -> nn.Module:
+        _refuse_unknown(name, overrides, model_class)
+        config = {**tiny, **overrides}
+        try:
+            model = model_class(**config)
+        except Exception as error:  # whatever the library raises at a value it cannot build
+            raise FamilyError(f"{name}: {model_class.__name__} with {config} raised {error!r}") from error
+        randomise(model, torch.Generator().manual_seed(0))  # what starts as zeros would hide everything before it
+        return model.eval()
+
+    def load(path: Path) -> nn.Module:
+        return _load(path, model_class)
+
+    def draw_of(model: Any, generator: torch.Generator) -> Draw:
+        return Draw(generator, model.device, model.dtype)
+
+    def batches(model: Any, generator: torch.Generator) -> Mapping[str, Batch]:
+        draw = draw_of(model, generator)
+
+        def arguments(size: int) -> dict[str, Any]:
+            times = torch.tensor(TIMES[:size], device=model.device)
+            return {**inputs(model, draw, size), "timestep": timestep(times, model.dtype)}
+
+        found = {"plain": arguments(1), "two times": arguments(2)}
+        if hide_text is not None:
+            found["masked text"] = {**found["two times"], **hide_text(model, found["two times"])}
+        return {key: Batch(kwargs) for key, kwargs in found.items()}
+
+    @torch.no_grad()
+    def generate(model: Any, generator: torch.Generator) -> Tensor:
+        kwargs = inputs(model, draw_of(model, generator), 1)
+        steps = scheduler()
+        steps.set_timesteps(STEPS, device=model.device)
+        latent, condition = _split(kwargs.pop("hidden_states"), _out_channels(model), channel_dim)
+        for t in steps.timesteps:
+            hidden = torch.cat([latent, condition], dim=channel_dim)
+            predicted = model(hidden_states=hidden, timestep=timestep(t.expand(1), model.dtype), **kwargs).sample
+            # Where a variance is predicted too, it stands behind.
+            predicted = predicted.narrow(channel_dim, 0, latent.shape[channel_dim])
+            # Some schedulers compute in float32 whatever they are given.
+            latent = steps.step(predicted, t, latent).prev_sample.to(model.dtype)
+        return latent
+
+    return Family(
+        name=name,
+        title=title,
+        library="diffusers",
+        build=build,
+        load=load,
+        inspect=lambda model: structure(model.config),
+        batches=batches,
+        output=lambda result: result.sample,
+        generate=generate,
+    )
+
+
+def _out_channels(model: Any) -> int:
+    """Of the latent: a predicted variance, which HunyuanDiT's config does not count, is none of it."""
+    found = model.config.get("out_channels") or model.config.in_channels
+    if found > model.config.in_channels:
+        raise FamilyError(
+            f"out_channels = {found}: must not exceed in_channels = {model.config.in_channels} to denoise in steps"
+        )
+    return int(found)
+
+
+def _split(hidden: Tensor, channels: int, dim: int) -> tuple[Tensor, Tensor]:
+    latent, condition = hidden.split([channels, hidden.shape[dim] - channels], dim)
+    return latent, condition
+
+
+def _refuse_unknown(name: str, overrides: Mapping[str, Any], model_class: Any) -> None:
+    known = [key for key in inspect.signature(model_class.__init__).parameters if key != "self"]
+    for key in overrides:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3)
+            meant = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+            raise FamilyError(f"{name}: unknown config key {key!r}; {meant}")
+
+
+def _load(path: Path, model_class: Any) -> nn.Module:
+    """From the model's own folder, or from a pipeline's, where it stands in `transformer`."""
+    expected = model_class.__name__
+    folder = next((place for place in (path, path / "transformer") if (place / "config.json").is_file()), None)
+    if folder is None:
+        raise FamilyError(f"{path}: no config.json there nor in its folder transformer: must be a saved {expected}")
+    try:
+        found = json.loads((folder / "config.json").read_text())["_class_name"]
+        if found != expected:
+            raise FamilyError(f"{folder}: holds a {found}: must be a {expected}")
+        # All is loaded in float32; a list of what must stay so would only make diffusers ask for accelerate.
+        lenient: Any = type(expected, (model_class,), {"_keep_in_fp32_modules": None})
+        model, info = lenient.from_pretrained(
+            folder, local_files_only=True, torch_dtype=torch.float32, low_cpu_mem_usage=False, output_loading_info=True
+        )
+        model.__class__ = model_class
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise FamilyError(f"{folder}: cannot be loaded as {expected}: {error!r}") from error
+    # diffusers only warns, and what is missing stays random.
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info[kind]:
+            raise FamilyError(f"{folder}: {kind} of {expected}: {', '.join(map(str, info[kind]))}")
+    return model.eval()

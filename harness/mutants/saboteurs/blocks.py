@@ -1,0 +1,141 @@
+"""Wrong layers around a right attention: residuals, norms, activation, and the biases of the projections."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.case import Case
+from harness.cell.build import Pair
+from harness.mutants.saboteurs.reach import chooses, is_block, is_latent
+from harness.mutants.saboteurs.saboteur import in_module
+from harness.variants.blocks import EncoderLayer
+from harness.variants.mla import MultiHeadLatentAttention
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How a right candidate is made wrong: its modules change their class, and keep every parameter and its name.
+#
+# Not by replacing bound methods: a float32 copy of the module would still call those of the original.
+
+
+def attention_of(pair: Pair) -> nn.Module:
+    module = pair.candidate.module
+    return module.attention if isinstance(module, EncoderLayer) else module
+
+
+def become(module: nn.Module, wrong: type[nn.Module]) -> None:
+    """`wrong` overrides methods of the module's own class."""
+    assert type(module) in wrong.__bases__, f"{wrong.__name__} is no {type(module).__name__}"
+    module.__class__ = wrong
+
+
+def become_latent(pair: Pair, wrong: type[MultiHeadLatentAttention]) -> None:
+    """Nothing where there is no MLA."""
+    if isinstance(module := attention_of(pair), MultiHeadLatentAttention):
+        become(module, wrong)
+
+
+def become_block(pair: Pair, wrong: type[EncoderLayer]) -> None:
+    """Nothing where there is no encoder layer."""
+    if isinstance(module := pair.candidate.module, EncoderLayer):
+        become(module, wrong)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _WithoutAttentionResidual(EncoderLayer):
+    def forward(self, x: Tensor, **rules: Any) -> Tensor:
+        if self.norm_first:
+            x = self.dropout(self.attention(self.norm1(x), **rules))
+            return x + self._feed_forward(self.norm2(x))
+        x = self.norm1(self.dropout(self.attention(x, **rules)))
+        out: Tensor = self.norm2(x + self._feed_forward(x))
+        return out
+
+
+@in_module(applies=is_block)
+def residual_missing(pair: Pair) -> None:
+    """The attention's output replaces its input; it should be added to it."""
+    become_block(pair, _WithoutAttentionResidual)
+
+
+@in_module(applies=is_block)
+def norm_order_swapped(pair: Pair) -> None:
+    """Pre-LN weights in a post-LN layer, or the other way round."""
+    if isinstance(module := pair.candidate.module, EncoderLayer):
+        module.norm_first = not module.norm_first
+
+
+@in_module(applies=is_block)
+def norm_eps_of_another_model(pair: Pair) -> None:
+    """Keras' default of 1e-3 where the weights were trained with torch's 1e-5."""
+    if isinstance(module := pair.candidate.module, EncoderLayer):
+        module.norm1.eps = module.norm2.eps = 1e-3
+
+
+class _LinearFeedForward(EncoderLayer):
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.linear2(self.dropout(self.linear1(x))))
+        return out
+
+
+@in_module(applies=is_block)
+def activation_missing(pair: Pair) -> None:
+    """Two linear maps in a row."""
+    become_block(pair, _LinearFeedForward)
+
+
+class _TanhGelu(EncoderLayer):
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.linear2(self.dropout(F.gelu(self.linear1(x), approximate="tanh"))))
+        return out
+
+
+@in_module(applies=is_block)
+def activation_approximated(pair: Pair) -> None:
+    """GPT-2's tanh form of GELU where the exact one is meant: off by 5e-4 at most."""
+    become_block(pair, _TanhGelu)
+
+
+class _WithoutBias(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def _without_bias(pair: Pair, name: str) -> None:
+    """Nothing where there is no such projection (MLA's are others)."""
+    projection = getattr(attention_of(pair), name, None)
+    if projection is not None:
+        become(projection, _WithoutBias)
+
+
+def _has_value_bias(case: Case) -> bool:
+    return case.bias and not is_latent(case)
+
+
+@in_module(applies=_has_value_bias)
+def value_bias_dropped(pair: Pair) -> None:
+    """A bias is lost when a packed projection is split."""
+    _without_bias(pair, "v_proj")
+
+
+def _has_query_bias(case: Case) -> bool:
+    """The query's bias moves scores alone; the key's would move all of a row alike, and nothing."""
+    return case.bias and case.q_lora_rank is None and chooses(case)
+
+
+@in_module(applies=_has_query_bias)
+def query_bias_dropped(pair: Pair) -> None:
+    """Qwen2's q, k and v have biases; a converter written for LLaMA leaves them out."""
+    _without_bias(pair, "q_proj")
+
+
+def _has_output_bias(case: Case) -> bool:
+    return case.bias
+
+
+@in_module(applies=_has_output_bias)
+def output_bias_dropped(pair: Pair) -> None:
+    """The bias of the output projection is left out."""
+    _without_bias(pair, "out_proj")

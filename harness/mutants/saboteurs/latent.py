@@ -1,0 +1,193 @@
+"""Wrong MLA: its norms, its decompression into heads, and the absorbed way through latent space."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.case import Case
+from harness.cell.build import Pair
+from harness.kernels.front import attention
+from harness.mutants.saboteurs.blocks import attention_of, become, become_latent
+from harness.mutants.saboteurs.reach import absorbed, chooses, expanded, is_latent, visible
+from harness.mutants.saboteurs.saboteur import in_module
+from harness.variants.mla import MultiHeadLatentAttention
+
+
+def _norm_in(pair: Pair, name: str, wrong: type[nn.RMSNorm]) -> None:
+    """Nothing where there is no such norm: no MLA, or queries of full rank."""
+    norm = getattr(attention_of(pair), name, None)
+    if norm is not None:
+        become(norm, wrong)
+
+
+class _NoNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@in_module(applies=is_latent)
+def latent_norm_missing(pair: Pair) -> None:
+    """kv_a_layernorm forgotten between the two projections."""
+    _norm_in(pair, "kv_a_norm", _NoNorm)
+
+
+class _NormWithoutGain(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, eps=self.eps)
+
+
+@in_module(applies=is_latent)
+def latent_norm_without_gain(pair: Pair) -> None:
+    """The norm's learnt weights are lost when a checkpoint is converted: all 1."""
+    _norm_in(pair, "kv_a_norm", _NormWithoutGain)
+
+
+class _NormOverTokens(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return x * (x.square().mean(-2, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+@in_module(applies=is_latent)
+def latent_norm_over_tokens(pair: Pair) -> None:
+    """The mean square over the wrong dim: of a channel over the tokens, not of a token over its channels."""
+    _norm_in(pair, "kv_a_norm", _NormOverTokens)
+
+
+class _NormBeforeSplit(MultiHeadLatentAttention):
+    def _latents(self, x: Tensor, start: int) -> Tensor:
+        both = self.kv_a_proj(x)  # (B, L, r + R)
+        size = (both.square().mean(-1, keepdim=True) + self.kv_a_norm.eps).sqrt()
+        latent, k_pe = both.split((self.kv_lora_rank, self.rope_head_dim), dim=-1)
+        k_pe = self._rotate(k_pe.unsqueeze(1), start)
+        return torch.cat(((latent / size * self.kv_a_norm.weight).unsqueeze(1), k_pe), dim=-1)
+
+
+@in_module(applies=is_latent)
+def latent_norm_counts_rope_channels(pair: Pair) -> None:
+    """The mean square is taken before the split: over the latent and k_pe together."""
+    become_latent(pair, _NormBeforeSplit)
+
+
+def _has_query_norm(case: Case) -> bool:
+    return is_latent(case) and case.q_lora_rank is not None and chooses(case)
+
+
+@in_module(applies=_has_query_norm)
+def query_norm_missing(pair: Pair) -> None:
+    """q_a_layernorm forgotten between the two query projections."""
+    _norm_in(pair, "q_a_norm", _NoNorm)
+
+
+def _absorbs_with_bias(case: Case) -> bool:
+    seen = visible(case).any(-1)  # (B, H, S): a dead row has no bias to lose
+    return case.bias and bool((seen & absorbed(case)).any())
+
+
+class _NoValueBias(MultiHeadLatentAttention):
+    def _value_bias(self, q: Tensor, latent: Tensor, rules: dict[str, Any]) -> Tensor:
+        return torch.zeros_like(super()._value_bias(q, latent, rules))
+
+
+@in_module(applies=_absorbs_with_bias)
+def absorb_without_value_bias(pair: Pair) -> None:
+    """Only the weight of kv_b is absorbed: the value part of its bias is lost."""
+    become_latent(pair, _NoValueBias)
+
+
+def _absorbs_dead_rows(case: Case) -> bool:
+    dead = ~visible(case).any(-1)
+    return case.bias and bool((dead & absorbed(case)).any())
+
+
+class _ValueBiasEverywhere(MultiHeadLatentAttention):
+    def _value_bias(self, q: Tensor, latent: Tensor, rules: dict[str, Any]) -> Tensor:
+        right = super()._value_bias(q, latent, rules)
+        whole = super()._value_bias(q, latent, rules | {"mask": None, "causal": False, "window": None})
+        # Where no row is dead the right one stays: a product with 1 is rounded elsewhere in the backward pass.
+        return right if bool((right == whole).all()) else whole
+
+
+@in_module(applies=_absorbs_dead_rows)
+def absorb_value_bias_in_dead_rows(pair: Pair) -> None:
+    """The value bias is added to rows that attend nothing, whose weights do not sum to 1."""
+    become_latent(pair, _ValueBiasEverywhere)
+
+
+def _absorbed_scores_matter(case: Case) -> bool:
+    return chooses(case, absorbed(case)) and case.kv_lora_rank != case.head_dim
+
+
+class _ScaleOfLatent(MultiHeadLatentAttention):
+    def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
+        return super()._attend_latents(q_nope, q_pe, latent, rules | {"scale": latent.shape[-1] ** -0.5})
+
+
+@in_module(applies=_absorbed_scores_matter)
+def absorb_scaled_by_rank(pair: Pair) -> None:
+    """SDPA's default scale in latent space: (r + R)^-1/2 where the heads' (N + R)^-1/2 is meant."""
+    become_latent(pair, _ScaleOfLatent)
+
+
+class _ValuesUpByKeys(MultiHeadLatentAttention):
+    def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
+        up = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)  # (H, N + V, r)
+        up_k = up[:, : self.nope_head_dim]
+        q = torch.cat((torch.einsum("bhln,hnr->bhlr", q_nope, up_k), q_pe), dim=-1)
+        attended = attention(q, latent, latent[..., : self.kv_lora_rank], **rules)
+        mixed, weights = attended if isinstance(attended, tuple) else (attended, None)
+        heads = torch.einsum("bhlr,hvr->bhlv", mixed, up[:, : self.v_head_dim])  # V rows from the top, K's
+        if self.kv_b_proj.bias is not None:
+            heads = heads + self._value_bias(q, latent, rules)
+        return heads if weights is None else (heads, weights)
+
+
+def _absorbs(case: Case) -> bool:
+    return bool((visible(case).any(-1) & absorbed(case)).any())
+
+
+@in_module(applies=_absorbs)
+def absorb_values_by_key_projection(pair: Pair) -> None:
+    """W_UK in the place of W_UV: rows of kv_b taken from the top of each head."""
+    become_latent(pair, _ValuesUpByKeys)
+
+
+class _RopeKeyOfFirstHead(MultiHeadLatentAttention):
+    def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super()._expand(latent)
+        of_first = torch.arange(self.num_heads, device=k.device).view(-1, 1, 1) == 0
+        is_nope = torch.arange(k.shape[-1], device=k.device) < self.nope_head_dim
+        return torch.where(of_first | is_nope, k, 0), v
+
+
+def _expands_for_other_heads(case: Case) -> bool:
+    several = visible(case).sum(-1)[:, 1:] >= 2  # (B, H - 1, S)
+    return bool((several & expanded(case)).any())
+
+
+@in_module(applies=_expands_for_other_heads)
+def rope_key_not_shared(pair: Pair) -> None:
+    """k_pe is written into head 0 alone; it is shared by all."""
+    become_latent(pair, _RopeKeyOfFirstHead)
+
+
+class _HeadsInnermost(MultiHeadLatentAttention):
+    def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super()._expand(latent)
+        k_nope, k_pe = k.split((self.nope_head_dim, self.rope_head_dim), dim=-1)
+        kv = torch.cat((k_nope, v), dim=-1).transpose(1, 2).flatten(2)  # what kv_b gave: (B, S, H * (N + V))
+        kv = kv.unflatten(-1, (-1, self.num_heads)).permute(0, 3, 1, 2)  # (B, H, S, N + V)
+        k_nope, v = kv.split((self.nope_head_dim, self.v_head_dim), dim=-1)
+        return torch.cat((k_nope, k_pe), dim=-1), v
+
+
+def _expands_several_heads(case: Case) -> bool:
+    return case.heads > 1 and bool((visible(case).any(-1) & expanded(case)).any())
+
+
+@in_module(applies=_expands_several_heads)
+def decompressed_heads_interleaved(pair: Pair) -> None:
+    """kv_b's rows read as (N + V, H) where (H, N + V) is meant."""
+    become_latent(pair, _HeadsInnermost)

@@ -1,0 +1,168 @@
+"""What a saboteur is: one small wrong function, the real bug it stands for, and the cells in which that bug exists."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.case import Case
+from harness.cell.build import Pair
+from harness.kernels.call import AttentionCall, Kernel, Unsupported
+from harness.registry import Registry
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A right attention in small steps. A saboteur replaces one of them; what it leaves alone is right, to the bit.
+
+
+Result = tuple[Tensor, Tensor]
+
+
+def spread(kv: Tensor, heads: int) -> Tensor:
+    """(B, H_kv, S, D) -> (B, H, S, D): neighbouring query heads share a key/value head."""
+    return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
+
+
+def score(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+    """(B, H, L, S), before anything is hidden."""
+    scores = (q * call.scale) @ k.mT
+    return scores if call.bias is None else scores + call.bias.to(scores.dtype)
+
+
+def normalise(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, dim=-1)
+
+
+def drop(weights: Tensor, p: float) -> Tensor:
+    return F.dropout(weights, p) if p > 0 else weights
+
+
+def mix(weights: Tensor, v: Tensor) -> Tensor:
+    return weights @ v  # (B, H, L, D_v)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    *,
+    spread_k: Callable[[Tensor, int], Tensor] = spread,
+    spread_v: Callable[[Tensor, int], Tensor] = spread,
+    score: Callable[[Tensor, Tensor, AttentionCall], Tensor] = score,
+    normalise: Callable[[Tensor], Tensor] = normalise,
+    drop: Callable[[Tensor, float], Tensor] = drop,
+    mix: Callable[[Tensor, Tensor], Tensor] = mix,
+) -> Result:
+    if call.softcap is not None or call.sinks is not None:
+        raise Unsupported("saboteurs have no softcap and no sinks: no cell of a grid asks for them")
+    dtype, heads = q.dtype, q.shape[1]
+    q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
+    k, v = spread_k(k, heads), spread_v(v, heads)
+    scores = score(q, k, call)
+    allowed = call.allowed(q, k)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    weights = normalise(scores)
+    if allowed is not None:
+        weights = weights.masked_fill(~allowed, 0.0)  # a row that may attend nothing is 0/0 above
+    weights = drop(weights, call.dropout_p)
+    return mix(weights, v).to(dtype), weights.to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+Run = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor | None]]
+Applies = Callable[[Case], bool]
+Invisible = Callable[[Case], str | None]
+
+
+def everywhere(case: Case) -> bool:
+    return True
+
+
+def nowhere(case: Case) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Saboteur:
+    """`kernel` makes a fresh wrong kernel (some remember things), or `spoil` changes the candidate of a right pair.
+
+    `applies` says where the bug changes anything at all, in exact arithmetic, and is tested: elsewhere the wrong and
+    the right candidate must give the same bits. `invisible` says, by arithmetic, why rounding must hide it in a cell
+    in which it applies; None where it must be seen.
+    """
+
+    name: str
+    stands_for: str
+    applies: Applies
+    kernel: Callable[[], Kernel] | None = None
+    spoil: Callable[[Pair], None] | None = None
+    invisible: Invisible = nowhere
+
+
+SABOTEURS: Registry[Saboteur] = Registry("saboteur")
+
+
+def in_kernel(
+    *, applies: Applies = everywhere, shielded: bool = True, invisible: Invisible = nowhere
+) -> Callable[[Run], Run]:
+    """A wrong kernel. Behind the shield, as our own kernels are, unless it is the shield's work that is missing."""
+
+    def register(run: Run) -> Run:
+        name = run.__name__
+
+        def kernel() -> Kernel:
+            return Kernel(name, run, gives_weights=True, shielded=shielded, origin="saboteur")
+
+        SABOTEURS.add(name, Saboteur(name, _bug(run), applies, kernel=kernel, invisible=invisible))
+        return run
+
+    return register
+
+
+def with_memory(
+    *, applies: Applies = everywhere, invisible: Invisible = nowhere
+) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
+    """A factory of wrong kernels that remember earlier calls: each judged cell gets its own."""
+
+    def register(make: Callable[[], Run]) -> Callable[[], Run]:
+        name = make.__name__
+
+        def kernel() -> Kernel:
+            return Kernel(name, make(), gives_weights=True, origin="saboteur")
+
+        SABOTEURS.add(name, Saboteur(name, _bug(make), applies, kernel=kernel, invisible=invisible))
+        return make
+
+    return register
+
+
+def in_module(
+    *, applies: Applies, invisible: Invisible = nowhere
+) -> Callable[[Callable[[Pair], None]], Callable[[Pair], None]]:
+    """A wrong module or cache around a right kernel."""
+
+    def register(spoil: Callable[[Pair], None]) -> Callable[[Pair], None]:
+        name = spoil.__name__
+        SABOTEURS.add(name, Saboteur(name, _bug(spoil), applies, spoil=spoil, invisible=invisible))
+        return spoil
+
+    return register
+
+
+def load_all() -> Registry[Saboteur]:
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"harness.mutants.saboteurs.{module.name}")
+    return SABOTEURS
+
+
+def _bug(function: Callable[..., object]) -> str:
+    assert function.__doc__, f"{function.__name__} does not say which bug it stands for"
+    return " ".join(function.__doc__.split())

@@ -1,0 +1,200 @@
+"""Progress of a run: a bar on a terminal, a line now and then in a log file."""
+
+import itertools
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers and foreign strings to text, in one place, for the terminal and for Markdown alike.
+
+
+ABSENT = "-"
+
+
+def is_absent(value: Any) -> bool:
+    return value is None or bool(pd.isna(value))
+
+
+def count(value: Any) -> str:
+    """Exact below 10,000, then three digits and a unit: 8,192 and 1.05M."""
+    if is_absent(value):
+        return ABSENT
+    number = float(value)
+    if abs(number) < 10_000:
+        return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
+    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if abs(number) / size < 999.5 or unit == "G":
+            return f"{number / size:.3g}{unit}" if abs(number) / size < 999.5 else f"{number / size:,.0f}{unit}"
+    raise AssertionError("unreachable: G takes the rest")
+
+
+def plural(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
+
+
+def span(low: Any, high: Any) -> str:
+    """One number, or the range over cells of several sizes."""
+    return count(low) if is_absent(low) or low == high else f"{count(low)}…{count(high)}"
+
+
+def small(value: Any) -> str:
+    """Errors: two digits, scientific."""
+    return ABSENT if is_absent(value) else f"{value:.1e}"
+
+
+def ratio(value: Any) -> str:
+    if is_absent(value):
+        return ABSENT
+    if abs(value) >= 1e4 and abs(value) != float("inf"):
+        return f"{value:.1e}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
+def interval(low: Any, high: Any) -> str:
+    return ABSENT if is_absent(low) or is_absent(high) else f"{ratio(low)}…{ratio(high)}"
+
+
+def milliseconds(value: Any) -> str:
+    return ABSENT if is_absent(value) else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def measured_line(measured_share: float | None, elapsed: float | None) -> str | None:
+    """None where nothing was clocked: no share is made up."""
+    if measured_share is None or elapsed is None:
+        return None
+    return f"{measured_share:.0%}".replace("%", " %") + f" of {elapsed:.0f} s inside measured or compared calls"
+
+
+def plain(text: Any) -> str:
+    """Foreign text made visible: escape sequences and direction marks of a kernel's message stay letters."""
+    if is_absent(text):
+        return ""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+
+
+def first_line(text: Any, limit: int = 300) -> str:
+    """Of a message that may be a whole traceback."""
+    lines = [] if is_absent(text) else [line for line in str(text).splitlines() if line.strip()]
+    line = plain(lines[0].strip()) if lines else ""
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A row of numbers as a row of blocks, for a terminal.
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 40
+
+
+def sparkline(values: Sequence[float], *, low: float | None = None, high: float | None = None) -> str:
+    """Between `low` and `high`, by default their own range; beyond it they touch its ends, and what is not a number is
+    a gap."""
+    known = [value for value in values if math.isfinite(value)]
+    bottom = min(known, default=0.0) if low is None else low
+    top = max(known, default=0.0) if high is None else high
+    return "".join(_block(value, bottom, top) for value in values)
+
+
+def _block(value: float, bottom: float, top: float) -> str:
+    if math.isnan(value):
+        return " "
+    if value >= top:  # also infinity, and a range of one number
+        return BLOCKS[-1] if top > bottom else BLOCKS[0]
+    # Halved first, or the range of two huge numbers would overflow; rounding may end at the top block's upper edge.
+    share = max(0.0, (value / 2 - bottom / 2) / (top / 2 - bottom / 2))
+    return BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)]
+
+
+def condense(values: Sequence[float], width: int = WIDTH) -> list[float]:
+    """At most `width` numbers: the largest of each stretch, so that no peak is lost; a stretch without one is NaN."""
+    if len(values) <= width:
+        return list(values)
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    stretches = (values[start:end] for start, end in itertools.pairwise(edges))
+    return [max((value for value in part if not math.isnan(value)), default=math.nan) for part in stretches]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The terminal that verdicts are printed on.
+
+
+def terminal() -> "Console":
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            """rich would exit 1; but `harness list | head` is no error, and a run's exit code is its verdict."""
+            self.quiet = True
+            discard_output()
+
+    return Terminal()
+
+
+def discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logging in the form `[LEVEL][MODULE][FUNC] message`, to standard error.
+
+
+FORMAT = "[%(levelname)s][%(module)s][%(funcName)s] %(message)s"
+
+
+def configure(*, quiet: bool = False, verbose: bool = False) -> None:
+    """Warnings by default, errors only when quiet, everything when verbose; safe to call again."""
+    logger = logging.getLogger("harness")
+    logger.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(FORMAT))
+    logger.addHandler(handler)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+LOG_EVERY_S = 15.0
+
+Report = Callable[[int, str], None]  # how many are done, and what runs now
+
+
+@contextmanager
+def progress(total: int, console: Console) -> Iterator[Report]:
+    if not console.is_terminal:
+        yield _line_reporter(total, console)
+        return
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done, running: bar.update(task, completed=done, description=escape(running))
+
+
+def _line_reporter(total: int, console: Console) -> Report:
+    started = time.perf_counter()
+    last = started
+
+    def report(done: int, running: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last < LOG_EVERY_S or not done:
+            return
+        last = now
+        left = (now - started) / done * (total - done)
+        console.print(f"{done}/{total}  {now - started:.0f} s, about {left:.0f} s left  {running}", markup=False)
+
+    return report

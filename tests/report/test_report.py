@@ -1,0 +1,263 @@
+"""The story told at the end of a run: arithmetic by hand, nothing invented, hostile text stays text."""
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from harness import report, store
+from harness import text as fmt
+from harness.environment import Environment
+from harness.gate.exact import Finding
+from harness.record import Record
+from harness.report import story
+from harness.report.folder import measured_share
+from harness.report.markdown import summary_markdown
+from harness.report.summary import DTYPES, judge, not_ok, summarise
+from harness.report.terminal import print_findings, print_summary
+from harness.store import RunFolder
+
+HERE = Environment("3.11", "2.13", "2", "3", "0.1", "Linux", "CPU | 9", 2, 2, 2**30, "c0ffee", True)
+HOSTILE = "ValueError: a|b [red]x[/red] \x1b[31m <script>alert(1)</script> `c` \\| *d*\nTraceback | more"
+
+
+def record(variant: str = "mha", *, seq_len: int = 128, phase: str = "prefill", **values: Any) -> Record:
+    fields: dict[str, Any] = {
+        "kernel": "eager", "reference": "sdpa", "embed_dim": 256, "heads": 8, "kv_heads": 8, "head_dim": 32,
+        "kv_len": 128, "batch": 1, "mask": "none", "dtype": "float32", "bias": True, "q_lora_rank": None,
+        "kv_lora_rank": None, "rope_head_dim": None, "v_head_dim": None, "status": "ok", "max_abs_err": 1e-7,
+        "err_budget": 2e-7, "err_ratio": 1.0, "params": 100, "kv_bytes_per_token": 64.0, "latency_ms": 2.0,
+        "ref_latency_ms": 2.0, "latency_ratio": 1.0, "latency_ratio_lo": 0.9, "latency_ratio_hi": 1.1,
+    }  # fmt: skip
+    fields |= {"variant": variant, "seq_len": seq_len, "phase": phase} | values
+    case_id = f"{variant}-{fields['embed_dim']}-l{seq_len}-{fields['mask']}-{phase}-{fields['kernel']}"
+    return Record(case_id=case_id, **fields)
+
+
+def only(frame: pd.DataFrame, variant: str) -> pd.Series:
+    return frame[frame["variant"] == variant].iloc[0]
+
+
+def test_summary_arithmetic_by_hand() -> None:
+    rows = [
+        record(seq_len=128, latency_ms=2.0, latency_ratio=0.5),
+        record(seq_len=512, latency_ms=4.0, latency_ratio=2.0),
+        record(phase="decode", latency_ms=1.0),
+        record("mqa", seq_len=128, params=50, kv_bytes_per_token=8.0, latency_ms=1.0, latency_ratio=3.0, err_ratio=1.5,
+               max_abs_err=3e-7, err_budget=4e-7),
+        record("mqa", seq_len=512, params=50, kv_bytes_per_token=8.0, latency_ms=8.0, latency_ratio=3.0),
+        record("mqa", seq_len=4096, params=999, kv_bytes_per_token=8.0, latency_ms=999.0, latency_ratio=9.0),
+    ]  # fmt: skip
+    table = summarise(store.table(rows))
+    assert list(table.columns) == list(DTYPES)
+    assert table["variant"].tolist() == ["mha", "mqa"]
+    mha, mqa = only(table, "mha"), only(table, "mqa")
+    assert (mha["cells"], mha["ok"], mha["degraded"], mha["failed"]) == (3, 3, 0, 0)
+    assert mha["prefill_ratio"] == pytest.approx(1.0)  # sqrt(0.5 * 2)
+    assert (mha["prefill_ratio_min"], mha["prefill_ratio_max"]) == (0.5, 2.0)
+    for name in ("params_vs_mha", "kv_bytes_per_token_vs_mha", "prefill_latency_vs_mha", "decode_latency_vs_mha"):
+        assert mha[name] == pytest.approx(1.0)
+    assert mqa["worst_err_ratio"] == 1.5
+    assert mqa["worst_case_id"] == rows[3].case_id
+    assert (mqa["worst_max_abs_err"], mqa["worst_err_budget"]) == (3e-7, 4e-7)
+    assert (mqa["params_min"], mqa["params_max"]) == (50, 999)
+    assert mqa["prefill_ratio"] == pytest.approx(math.exp((2 * math.log(3) + math.log(9)) / 3))
+    # The cell at 4096 has no partner among the mha cells, so it counts in none of these.
+    assert mqa["params_vs_mha"] == pytest.approx(0.5)
+    assert mqa["kv_bytes_per_token_vs_mha"] == pytest.approx(0.125)
+    assert mqa["prefill_latency_vs_mha"] == pytest.approx(1.0)  # sqrt(1/2 * 8/4)
+    assert pd.isna(mqa["decode_ratio"])
+    assert pd.isna(mqa["decode_latency_vs_mha"])
+    assert pd.isna(mqa["train_ratio"])
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [{"embed_dim": 512}, {"heads": 4}, {"head_dim": 64}, {"seq_len": 1}, {"batch": 2}, {"mask": "causal"},
+     {"dtype": "float16"}, {"phase": "train"}, {"bias": False}, {"kernel": "sdpa"}],
+)  # fmt: skip
+def test_cells_that_differ_in_another_axis_are_not_compared(axis: dict[str, Any]) -> None:
+    table = summarise(store.table([record("mha"), record("gqa", **axis)]))
+    assert only(table, "gqa")[[name for name in DTYPES if name.endswith("_vs_mha")]].isna().all()
+
+
+def test_no_mha_and_two_mha_cells_give_no_number() -> None:
+    for rows in ([record("gqa")], [record("mha"), record("mha"), record("gqa")]):
+        assert pd.isna(only(summarise(store.table(rows)), "gqa")["params_vs_mha"])
+
+
+def test_what_failed_has_no_speed_but_its_weight() -> None:
+    rows = [record("mha"), record("gqa", status="mismatch", latency_ratio=0.01, latency_ms=0.01, params=25)]
+    gqa = only(summarise(store.table(rows)), "gqa")
+    assert pd.isna(gqa["prefill_ratio"])
+    assert pd.isna(gqa["prefill_latency_vs_mha"])
+    assert gqa["failed"] == 1
+    assert gqa["params_vs_mha"] == pytest.approx(0.25)
+
+
+def test_kernels_have_rows_of_their_own() -> None:
+    table = summarise(store.table([record(), record(kernel="sdpa"), record("mqa")]))
+    assert list(zip(table["variant"], table["kernel"], strict=True)) == [
+        ("mha", "eager"), ("mha", "sdpa"), ("mqa", "eager"),
+    ]  # fmt: skip
+
+
+def test_an_empty_run_and_an_empty_measurement() -> None:
+    assert summarise(store.table([])).empty
+    bare: dict[str, Any] = dict.fromkeys(
+        ("err_ratio", "max_abs_err", "err_budget", "params", "latency_ratio", "latency_ms")
+    )
+    row = only(summarise(store.table([record(status="error", kv_bytes_per_token=None, **bare)])), "mha")
+    assert row[["worst_err_ratio", "worst_case_id", "params_min", "kv_bytes_per_token_min"]].isna().all()
+
+
+def test_verdict() -> None:
+    rows = [record(), record(status="degraded", err_ratio=9.0, mask="x"), record(status="mismatch", err_ratio=math.inf),
+            record(status="error", err_ratio=None)]  # fmt: skip
+    verdict = judge(store.table(rows))
+    assert verdict.statuses == {"ok": 1, "degraded": 1, "mismatch": 1, "error": 1}
+    assert not verdict.passed
+    assert verdict.worst_err_ratio == math.inf
+    assert verdict.unjudged == 1
+    assert judge(store.table(rows[:2])).passed
+    assert not judge(store.table([])).passed
+    bad = not_ok(store.table([record(status="unsupported"), *rows]))["status"].tolist()
+    assert bad == ["mismatch", "error", "degraded", "unsupported"]
+
+
+def show(rows: list[Record], width: int = 80, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_summary(store.table(rows), console, folder=Path("results/x"), **options)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def all_variants() -> list[Record]:
+    return [record(variant, seq_len=length, phase=phase, params=size, latency_ratio=1 + length / 1000)
+            for variant, size in (("mha", 1_050_000), ("mqa", 590_000), ("gqa", 655_000), ("mla", 786_000))
+            for length in (128, 512) for phase in ("prefill", "decode", "train")]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 100, 140, 200])
+def test_terminal_fits_and_tells_all(width: int) -> None:
+    text = show(all_variants(), width, measured_share=0.713, elapsed=181.2)
+    assert text.startswith("EQUAL  24 cells: 24 ok\n")
+    assert "71 % of 181 s inside measured or compared calls" in text
+    assert "results/x/" in text
+    assert "1.05M" in text
+    assert "0.56" in text
+    tables = [line for line in text.split("\n") if "results/x" not in line]
+    assert max(map(len, tables)) <= width
+    assert ("What does it weigh?" in text) is (width < 140)
+    assert "\x1b" not in text  # not a terminal
+
+
+def test_terminal_lists_what_is_not_ok_and_caps_it() -> None:
+    rows = [record(seq_len=n, status="error", error=HOSTILE, err_ratio=None) for n in range(23)]
+    text = show([*rows, record("gqa", status="mismatch", err_ratio=240.0, worst_tensor="output")], 140)
+    assert text.startswith("NOT EQUAL  24 cells: 1 mismatch, 23 error\n")
+    assert text.count("ValueError: a|b [red]x[/red] \\x1b[31m") == 19
+    assert "+4 more, see results.csv" in text
+    assert "error 1.0e-07 = 240 N, budget 2.0e-07, in output" in text
+    assert "23 failed without an error to compare" in text
+    assert "Traceback" not in text
+    assert "\x1b" not in text
+
+
+def test_nothing_compared_is_no_success() -> None:
+    assert show([]).startswith("NOTHING COMPARED")
+    assert show([record(status="unsupported", err_ratio=None)]).startswith("NOTHING COMPARED")
+
+
+def test_no_share_is_made_up() -> None:
+    assert "inside measured" not in show([record()])
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_findings_on_the_terminal(fails: bool) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    findings = [Finding("", "config", "other", False), Finding("a[red]", "params", "params 1 -> 2", fails)]
+    print_findings(findings, console, suite="smoke")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.startswith(
+        "gate smoke: FAIL  1 failing, 1 to note" if fails else "gate smoke: PASS  0 failing, 2 to note"
+    )
+    assert "a[red]\n" in text
+    assert "params: params 1 -> 2" in text
+    assert "the whole run" in text
+
+
+def cells_of(line: str) -> int:
+    """Borders that GitHub sees: pipes that no backslash guards."""
+    guarded = line.replace("\\\\", "").replace("\\|", "")
+    return guarded.count("|")
+
+
+def test_markdown_tables_hold_together_under_hostile_text() -> None:
+    rows = [*all_variants(), record("gqa", kernel="x|y`z", status="error", error=HOSTILE, err_ratio=None)]
+    text = summary_markdown(store.table(rows), HERE, suite="a|<b>*", measured_share=0.5, elapsed=10.0)
+    assert text.startswith("# a\\|&lt;b&gt;\\*: NOT EQUAL\n")
+    tables = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 6  # three questions, not ok, environment, all cells
+    for table in tables:
+        assert len({cells_of(line) for line in table}) == 1, table
+    assert "<script>" not in text
+    assert "\x1b" not in text
+    assert "Traceback" not in text
+    assert f"<details><summary>All {len(rows)} cells</summary>" in text
+    assert len(tables[-1]) == len(rows) + 2
+    assert "c0ffee (dirty)" in text
+    assert "50 % of 10 s" in text
+
+
+def test_markdown_of_an_empty_run() -> None:
+    assert summary_markdown(store.table([]), None) == "# NOTHING COMPARED\n\n**0 cells**\n"
+
+
+def test_rebuild_writes_everything_from_the_records(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "smoke")
+    run.append(record(seconds=2.0, measured_seconds=1.5))
+    run.append(record("mqa", seconds=2.0, measured_seconds=1.5, error="ümlaut"))
+    store.write_environment(run.path, HERE)
+    frame = report.rebuild(run.path)
+    assert len(frame) == 2
+    assert pd.read_parquet(run.path / store.PARQUET).equals(frame)
+    first = (run.path / "summary.md").read_text(encoding="utf-8")
+    assert "# run: EQUAL" in first
+    assert "75 % of 4 s" in first
+    report.rebuild(run.path, suite="smoke", elapsed=6.0)
+    assert "# smoke: EQUAL" in (run.path / "summary.md").read_text(encoding="utf-8")
+    assert "50 % of 6 s" in (run.path / "summary.md").read_text(encoding="utf-8")
+    assert measured_share([record()]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (pd.NA, "-"), (0, "0"), (8192, "8,192"), (9999, "9,999"), (576.5, "576.5"), (262_144, "262k"),
+     (999_499, "999k"), (999_500, "1M"), (1_050_000, "1.05M"), (671e9, "671G"), (5e12, "5,000G")],
+)  # fmt: skip
+def test_counts(value: Any, text: str) -> None:
+    assert fmt.count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (math.nan, "-"), (0.5, "0.50"), (240.4, "240"), (1e9, "1.0e+09"), (math.inf, "inf")],
+)
+def test_ratios(value: Any, text: str) -> None:
+    assert fmt.ratio(value) == text
+
+
+def test_a_run_of_approximate_cells_is_not_called_equal() -> None:
+    exact = record()
+    sparse = record("gqa", rel_l1=0.05, sparsity=0.5, err_ratio=None)
+    verdict = judge(store.table([exact, sparse]))
+    assert (story.headline(verdict), verdict.approximate) == ("WITHIN LIMITS", 1)
+    assert story.counts_line(verdict) == "2 cells: 2 ok (1 by error metrics)"
+    assert story.headline(judge(store.table([exact]))) == "EQUAL"
+    missed = record("gqa", rel_l1=0.5, sparsity=0.5, status="mismatch", error="rel_l1")
+    assert story.headline(judge(store.table([exact, missed]))) == "NOT EQUAL"

@@ -1,0 +1,5 @@
+"""What several test files share."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # of the project

@@ -1,0 +1,294 @@
+"""Encoder layers: torch's own through the swap, and the block around MLA."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import harness
+from harness.case import Case
+from harness.cell.build import randomise
+from harness.references.mla_block import MlaBlock
+from harness.swaps.converters import SwapError
+from harness.variants.blocks import EncoderLayer
+
+E, H, FF, S, B = 24, 4, 40, 11, 3
+EPS = torch.finfo(torch.float64).eps
+layers = pytest.mark.parametrize("norm_first", [False, True], ids=["post_ln", "pre_ln"])
+activations = pytest.mark.parametrize("activation", ["relu", "gelu"])
+
+
+@contextmanager
+def fast_path(enabled: bool) -> Iterator[None]:
+    was = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)
+
+
+def torch_layer(norm_first: bool, activation: str = "relu", **options: Any) -> nn.TransformerEncoderLayer:
+    options = {"dropout": 0.0, "dtype": torch.float64, **options}
+    layer = nn.TransformerEncoderLayer(
+        E, H, dim_feedforward=FF, activation=activation, norm_first=norm_first, batch_first=True, **options
+    )
+    randomise(layer, torch.Generator().manual_seed(0))
+    return layer.eval()
+
+
+def mla_block(**changes: Any) -> MlaBlock:
+    options: dict[str, Any] = {
+        "variant": "block_mla",
+        "kernel": "eager",
+        "embed_dim": E,
+        "heads": H,
+        "kv_heads": None,
+        "head_dim": 6,
+        "seq_len": S,
+        "batch": B,
+        "mask": "none",
+        "dtype": "float64",
+        "phase": "prefill",
+        "kv_lora_rank": 10,
+        "rope_head_dim": 4,
+        "v_head_dim": 5,
+    }
+    block = MlaBlock(Case(**options | changes))
+    randomise(block, torch.Generator().manual_seed(0))
+    return block.double().eval()
+
+
+def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(B, S, E, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Up to the roundings of a dozen products of at most 96 terms, in float64."""
+    assert actual.shape == expected.shape
+    limit = 1000 * EPS * max(1.0, float(expected.detach().abs().max()))
+    assert float((actual - expected).detach().abs().max()) <= limit
+
+
+def mask_pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """torch's arguments (True = blocked) and ours (True = attends) for the same mask."""
+    blocked = torch.ones(S, S, dtype=torch.bool).triu(1)
+    padding = torch.arange(S) >= torch.tensor([[S], [7], [4]])
+    bias = torch.randn(S, S, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    scattered = torch.rand(B, H, S, S, generator=torch.Generator().manual_seed(3)) < 0.3
+    scattered &= ~torch.eye(S, dtype=torch.bool)  # no dead rows: there torch gives NaN
+    seen = ~padding[:, None, None]
+    return {
+        "none": ({}, {}),
+        "causal": ({"src_mask": blocked, "is_causal": True}, {"causal": True}),
+        "bool": ({"src_mask": blocked}, {"mask": ~blocked}),
+        "float": ({"src_mask": bias}, {"mask": bias}),
+        "padding": ({"src_key_padding_mask": padding}, {"mask": seen}),
+        "causal_padding": ({"src_mask": blocked, "src_key_padding_mask": padding}, {"mask": seen, "causal": True}),
+        "per_head": ({"src_mask": scattered.flatten(0, 1)}, {"mask": ~scattered}),
+        "window": ({"src_mask": blocked | blocked.mT.triu(-99).tril(-3)}, {"window": 3}),
+    }
+
+
+@layers
+@activations
+@pytest.mark.parametrize("mask", mask_pairs())
+@pytest.mark.parametrize("fast", [True, False], ids=["fast_path", "slow_path"])
+@torch.no_grad()
+def test_swapped_layer_equals_torchs(norm_first: bool, activation: str, mask: str, fast: bool) -> None:
+    theirs = torch_layer(norm_first, activation)
+    ours, report = harness.swap(theirs, to="variant")
+    assert isinstance(ours, EncoderLayer)
+    assert (ours.norm_first, ours.activation) == (norm_first, activation)
+    assert [row.was for row in report.swapped] == ["TransformerEncoderLayer"]
+    torch_rules, rules = mask_pairs()[mask]
+    if mask == "float":
+        fast = False  # the next test says why
+    with fast_path(fast):
+        expected = theirs(tokens(), **torch_rules)
+    assert_same(ours(tokens(), **rules), expected)
+
+
+@layers
+@torch.no_grad()
+def test_torchs_fast_path_takes_a_float_mask_for_a_bool_one(norm_first: bool) -> None:
+    """Whatever is not 0 is blocked: a bias is lost without a word. Ours adds it, as torch's slow path does."""
+    theirs, x = torch_layer(norm_first), tokens()
+    ours, _ = harness.swap(theirs, to="variant")
+    bias = torch.zeros(S, S, dtype=torch.float64)
+    bias[:, 2] = 0.5
+    with fast_path(True):
+        misread = theirs(x, src_mask=bias)
+        assert_same(misread, theirs(x, src_mask=bias != 0))
+    with fast_path(False):
+        assert_same(ours(x, mask=bias), theirs(x, src_mask=bias))
+    assert float((ours(x, mask=bias) - misread).abs().max()) > 1e-3
+    # A float mask of 0 and -inf alone means the same to both.
+    causal = torch.zeros(S, S, dtype=torch.float64).masked_fill(torch.ones(S, S).triu(1) == 1, float("-inf"))
+    with fast_path(True):
+        assert_same(ours(x, mask=causal), theirs(x, src_mask=causal))
+
+
+@torch.no_grad()
+def test_the_fast_path_really_ran_and_really_did_not() -> None:
+    """Otherwise the two halves of the test above would be one."""
+    layer, calls = torch_layer(False), []
+    layer.self_attn.forward = lambda *a, **k: calls.append(1) or nn.MultiheadAttention.forward(layer.self_attn, *a, **k)  # type: ignore[method-assign,func-returns-value]
+    with fast_path(True):
+        layer(tokens())
+    assert calls == []
+    with fast_path(False):
+        layer(tokens())
+    assert calls == [1]
+
+
+@layers
+@activations
+@pytest.mark.parametrize("mask", ["none", "causal_padding", "float"])
+def test_gradients_equal_torchs(norm_first: bool, activation: str, mask: str) -> None:
+    theirs = torch_layer(norm_first, activation)
+    ours, report = harness.swap(theirs, to="variant")
+    torch_rules, rules = mask_pairs()[mask]
+    cotangent = torch.randn(B, S, E, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    x, y = (tokens().requires_grad_() for _ in range(2))
+    theirs(x, **torch_rules).backward(cotangent)
+    ours(y, **rules).backward(cotangent)
+    assert x.grad is not None and y.grad is not None
+    assert_same(y.grad, x.grad)
+    old = dict(theirs.named_parameters())
+    sources = report.sources()
+    assert sources.keys() == {name for name, _ in ours.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        expected = old[sources[name].name].grad
+        assert parameter.grad is not None and expected is not None
+        assert_same(parameter.grad, sources[name].of(expected))
+
+
+@layers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_equals_torchs_by_the_acceptance_rule(norm_first: bool, dtype: torch.dtype) -> None:
+    theirs = torch_layer(norm_first, "gelu", dtype=dtype)
+    ours, _ = harness.swap(theirs, to="variant")
+    harness.assert_equivalent(ours, theirs, tokens(dtype), gradients=True)
+
+
+def test_post_and_pre_ln_differ_and_the_order_is_as_named() -> None:
+    post, _ = harness.swap(torch_layer(False), to="variant")
+    pre, _ = harness.swap(torch_layer(True), to="variant")
+    x = tokens()
+    with torch.no_grad():
+        assert float((post(x) - pre(x)).abs().max()) > 0.1
+        out = post(x)
+        # Post-LN ends in a LayerNorm: undone, every token has mean 0 and variance 1.
+        norm: Any = post.norm2
+        plain = (out - norm.bias) / norm.weight
+        assert float(plain.mean(-1).abs().max()) <= 1e-12
+        assert float((plain.var(-1, unbiased=False) - 1).abs().max()) <= 1e-3
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@layers
+@torch.no_grad()
+def test_bias_norm_eps_and_dropout_are_carried(norm_first: bool, bias: bool) -> None:
+    theirs = torch_layer(norm_first, bias=bias, layer_norm_eps=0.3, dropout=0.4)
+    ours: Any = harness.swap(theirs, to="variant")[0]
+    assert (ours.norm1.eps, ours.norm2.eps) == (0.3, 0.3)
+    assert (ours.dropout.p, ours.attention.dropout) == (0.4, 0.4)
+    assert (ours.linear1.bias is not None) is bias
+    assert_same(ours(tokens()), theirs(tokens()))  # eval: no dropout
+    ours.train()
+    torch.manual_seed(0)
+    first = ours(tokens())
+    assert float((first - theirs(tokens())).abs().max()) > 1e-2
+    torch.manual_seed(0)
+    assert torch.equal(ours(tokens()), first)
+
+
+@pytest.mark.parametrize("attention_type", ["mha", "mqa", "gqa-2", "mla", "mla_naive", "mla_absorbed"])
+@layers
+@torch.no_grad()
+def test_a_layer_around_any_variant_decodes_what_it_computes_in_full(attention_type: str, norm_first: bool) -> None:
+    attention = harness.UnifiedAttention(E, H, attention_type=attention_type, dtype=torch.float64)
+    layer = EncoderLayer(attention, E, FF, norm_first=norm_first, activation="gelu", dtype=torch.float64)
+    randomise(layer, torch.Generator().manual_seed(0))
+    layer.eval()
+    x, cache = tokens(), attention.new_cache(S)
+    parts = [layer(piece, causal=True, cache=cache) for piece in x.split([6, 1, 3, 1], dim=1)]
+    assert_same(torch.cat(parts, dim=1), layer(x, causal=True))
+
+
+# The MLA block.
+
+
+@pytest.mark.parametrize("mode", ["naive", "absorbed", "auto"])
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 7}, {"bias": False}], ids=["plain", "q_lora", "no_bias"])
+def test_mla_block_equals_its_reference(mode: str, changes: dict[str, Any]) -> None:
+    theirs = mla_block(**changes)
+    ours, report = harness.swap(theirs, to="variant", mode=mode)
+    assert [row.became for row in report.swapped] == ["EncoderLayer"]
+    inner: Any = ours.attention
+    assert inner.mode == mode
+    assert ours.norm_first
+    seen = torch.arange(S) < torch.tensor([S, 7, 4])[:, None, None, None]
+    cotangent = torch.randn(B, S, E, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    causal = torch.ones(S, S, dtype=torch.bool).tril()
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"is_causal": True}, {"causal": True}),
+        ({"attn_mask": seen & causal}, {"mask": seen, "causal": True}),
+    ]
+    for reference_rules, rules in pairs:
+        theirs.zero_grad()
+        ours.zero_grad()
+        x, y = (tokens().requires_grad_() for _ in range(2))
+        expected, actual = theirs(x, **reference_rules), ours(y, **rules)
+        assert_same(actual, expected)
+        expected.backward(cotangent)
+        actual.backward(cotangent)
+        assert x.grad is not None and y.grad is not None
+        assert_same(y.grad, x.grad)
+        old, sources = dict(theirs.named_parameters()), report.sources()
+        for name, parameter in ours.named_parameters():
+            assert_same(parameter.grad, old[sources[name].name].grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["naive", "absorbed"])
+def test_mla_block_by_the_acceptance_rule(mode: str) -> None:
+    theirs = mla_block().float()
+    ours, _ = harness.swap(theirs, to="variant", mode=mode)
+    harness.assert_equivalent(ours, theirs, tokens(torch.float32), gradients=True)
+
+
+@torch.no_grad()
+def test_mla_block_as_formulas() -> None:
+    block, x = mla_block(), tokens()
+    middle = x + block.attn(F.layer_norm(x, (E,), block.attn_norm.weight, block.attn_norm.bias))
+    normed = F.layer_norm(middle, (E,), block.mlp_norm.weight, block.mlp_norm.bias)
+    assert_same(block(x), middle + block.down(F.gelu(block.up(normed))))
+
+
+# The comparison can fail.
+
+
+@pytest.mark.parametrize("part", ["attention.v_proj", "linear1", "linear2", "norm1", "norm2"])
+@torch.no_grad()
+def test_one_wrong_weight_is_seen(part: str) -> None:
+    theirs = torch_layer(True)
+    ours, _ = harness.swap(theirs, to="variant")
+    ours.get_submodule(part).weight[-1] *= 1.001  # type: ignore[operator,index]
+    with pytest.raises(AssertionError):
+        assert_same(ours(tokens()), theirs(tokens()))
+
+
+def test_errors() -> None:
+    attention = harness.MultiHeadAttention(E, H)
+    with pytest.raises(ValueError, match="activation = 'swish': must be relu or gelu"):
+        EncoderLayer(attention, E, FF, activation="swish")
+    layer = torch_layer(True)
+    layer.activation = torch.tanh
+    with pytest.raises(SwapError, match="only relu and gelu are known"):
+        harness.swap(layer, to="variant")

@@ -1,0 +1,433 @@
+"""The contract of nn.MultiheadAttention beyond its numbers: state, errors, precision, compilers, nested tensors."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harness
+from harness.cell.build import randomise
+from harness.variants.dropin import DropInAttention, EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+
+CLASSES = (EagerMultiheadAttention, EagerMultiheadAttentionWithInProj)
+every_class = pytest.mark.parametrize("kind", CLASSES)
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "kdim and vdim": {"kdim": 6, "vdim": 5},
+    "kdim without bias": {"kdim": 6, "bias": False},
+    "more tokens": {"add_bias_kv": True, "add_zero_attn": True},
+    "double": {"dtype": torch.float64},
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+E, H = 8, 2
+
+
+def pair(
+    kind: type[DropInAttention], form: str = "plain", **more: Any
+) -> tuple[nn.MultiheadAttention, DropInAttention]:
+    """Random weights, biases too, the same in both."""
+    theirs = nn.MultiheadAttention(E, H, **FORMS[form], **more)
+    randomise(theirs, torch.Generator().manual_seed(1))
+    ours = kind(E, H, **FORMS[form], **more)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.eval(), ours.eval()
+
+
+def self_inputs(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(*shape, E, generator=torch.Generator().manual_seed(2))
+    return x, x, x
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+@every_class
+def test_is_no_multihead_attention_of_torchs(kind: type[DropInAttention]) -> None:
+    assert not issubclass(kind, nn.MultiheadAttention)
+    assert getattr(harness, kind.__name__) is kind
+
+
+@every_form
+@every_class
+def test_the_same_seed_gives_torchs_weights_under_torchs_keys(kind: type[DropInAttention], form: str) -> None:
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(E, H, **FORMS[form]).state_dict()
+    torch.manual_seed(0)
+    ours = kind(E, H, **FORMS[form]).state_dict()
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        assert torch.equal(ours[key], theirs[key]), key
+        assert ours[key].dtype == theirs[key].dtype
+
+
+@every_form
+@every_class
+def test_state_goes_to_torch_and_back(kind: type[DropInAttention], form: str) -> None:
+    theirs, ours = pair(kind, form)
+    back = nn.MultiheadAttention(E, H, **FORMS[form])
+    back.load_state_dict(ours.state_dict())
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(back.state_dict()[key], value), key
+
+
+@every_class
+def test_state_inside_a_model_has_torchs_keys(kind: type[DropInAttention]) -> None:
+    theirs = nn.ModuleDict({"a": nn.MultiheadAttention(E, H), "b": nn.Linear(2, 2)})
+    ours = nn.ModuleDict({"a": kind(E, H), "b": nn.Linear(2, 2)})
+    assert ours.load_state_dict(theirs.state_dict()) == ([], [])
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert theirs.load_state_dict(ours.state_dict()) == ([], [])
+
+
+def test_split_projections_load_their_own_names_too() -> None:
+    source, target = EagerMultiheadAttention(E, H), EagerMultiheadAttention(E, H)
+    own = {name: parameter.detach() for name, parameter in source.named_parameters()}
+    assert "q_proj.weight" in own
+    target.load_state_dict(own)
+    assert torch.equal(target.q_proj.weight, source.q_proj.weight)
+
+
+@every_class
+def test_loading_what_does_not_fit_is_refused(kind: type[DropInAttention]) -> None:
+    state = nn.MultiheadAttention(E, H).state_dict()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        kind(E, H).load_state_dict({key: value for key, value in state.items() if key != "in_proj_bias"})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        kind(E, H).load_state_dict(state | {"more": torch.ones(1)})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        kind(E, H).load_state_dict(nn.MultiheadAttention(2 * E, H).state_dict())
+
+
+def saved(module: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
+@every_form
+@every_class
+def test_copies_and_pickles(kind: type[DropInAttention], form: str, travel: Callable[[Any], Any]) -> None:
+    theirs, ours = pair(kind, form)
+    again = travel(ours)
+    options = FORMS[form]
+    dtype = options.get("dtype", torch.float32)
+    q, k, v = (torch.randn(3, 2, n, dtype=dtype) for n in (E, options.get("kdim", E), options.get("vdim", E)))
+    assert torch.equal(again(q, k, v)[0], ours(q, k, v)[0])
+    assert again.state_dict().keys() == theirs.state_dict().keys()
+
+
+@every_class
+def test_a_swapped_model_pickles_with_its_kernel(kind: type[DropInAttention]) -> None:
+    for kernel in ("eager", "sdpa"):
+        ours = kind(E, H, kernel=kernel)
+        again = pickle.loads(pickle.dumps(ours))
+        x = self_inputs(3, 2)
+        assert torch.equal(again(*x, need_weights=False)[0], ours(*x, need_weights=False)[0])
+
+
+@every_class
+def test_on_the_meta_device(kind: type[DropInAttention]) -> None:
+    ours = kind(E, H, add_bias_kv=True, device="meta")
+    assert {parameter.device.type for parameter in ours.parameters()} == {"meta"}
+    with torch.device("meta"):
+        assert {parameter.device.type for parameter in kind(E, H).parameters()} == {"meta"}
+    x = torch.randn(3, 2, E, device="meta")
+    assert ours(x, x, x)[0].shape == (3, 2, E)
+
+
+# ---- errors: what torch refuses, we refuse, with the same type -------------------------------------------------------
+
+BAD_CONSTRUCTORS: list[dict[str, Any]] = [
+    {"embed_dim": 0, "num_heads": 2},
+    {"embed_dim": 8, "num_heads": 0},
+    {"embed_dim": 8, "num_heads": -2},
+    {"embed_dim": 8, "num_heads": 3},
+]
+
+
+@pytest.mark.parametrize("arguments", BAD_CONSTRUCTORS)
+@every_class
+def test_constructor_refuses_what_torch_refuses(kind: type[DropInAttention], arguments: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, AssertionError)) as theirs:
+        nn.MultiheadAttention(**arguments)
+    with pytest.raises(theirs.type, match="embed_dim"):
+        kind(**arguments)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+BAD_CALLS: dict[str, dict[str, Any]] = {
+    "4-D query": {"query": ones(2, 3, 2, E)},
+    "2-D query, 3-D key": {"query": ones(3, E)},
+    "key 2-D": {"key": ones(3, E)},
+    "wrong embed_dim": {"query": ones(3, 2, E + 2)},
+    "wrong key width": {"key": ones(3, 2, E + 1), "value": ones(3, 2, E + 1)},
+    "key and value lengths": {"value": ones(4, 2, E)},
+    "batch sizes": {"query": ones(3, 1, E)},
+    "1-D attn_mask": {"attn_mask": ones(3)},
+    "4-D attn_mask": {"attn_mask": ones(2, 2, 3, 3)},
+    "attn_mask shape": {"attn_mask": ones(3, 4)},
+    "3-D attn_mask shape": {"attn_mask": ones(3, 3, 3)},
+    "integer attn_mask": {"attn_mask": ones(3, 3, dtype=torch.int64)},
+    "byte attn_mask": {"attn_mask": ones(3, 3, dtype=torch.uint8)},
+    "padding shape": {"key_padding_mask": ones(2, 4, dtype=torch.bool)},
+    "padding batch": {"key_padding_mask": ones(3, 3, dtype=torch.bool)},
+    "1-D padding": {"key_padding_mask": ones(3, dtype=torch.bool)},
+    "integer padding": {"key_padding_mask": ones(2, 3, dtype=torch.int32)},
+    "a hint without its mask": {"is_causal": True},
+    "a hint with padding alone": {"is_causal": True, "key_padding_mask": ones(2, 3, dtype=torch.bool)},
+    "unbatched 3-D mask": {
+        "query": ones(3, E),
+        "key": ones(3, E),
+        "value": ones(3, E),
+        "attn_mask": ones(1, 3, 3),
+    },
+    "unbatched 2-D padding": {
+        "query": ones(3, E),
+        "key": ones(3, E),
+        "value": ones(3, E),
+        "key_padding_mask": ones(1, 3, dtype=torch.bool),
+    },
+}
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("name", BAD_CALLS)
+@every_class
+def test_forward_refuses_what_torch_refuses(kind: type[DropInAttention], name: str, need_weights: bool) -> None:
+    theirs, ours = pair(kind)
+    arguments = {"query": ones(3, 2, E), "key": ones(3, 2, E), "value": ones(3, 2, E), "need_weights": need_weights}
+    arguments |= BAD_CALLS[name]
+    with pytest.raises((AssertionError, RuntimeError)) as expected:
+        theirs(**arguments)
+    with pytest.raises(expected.type):
+        ours(**arguments)
+
+
+@every_class
+def test_mask_types_that_differ_are_warned_of(kind: type[DropInAttention]) -> None:
+    theirs, ours = pair(kind)
+    masks = {"attn_mask": torch.zeros(3, 3), "key_padding_mask": torch.zeros(2, 3, dtype=torch.bool)}
+    for module in (theirs, ours):
+        with pytest.warns(UserWarning, match="type"):
+            module(*self_inputs(3, 2), **masks)
+
+
+@every_class
+def test_dead_rows_policy_must_be_known(kind: type[DropInAttention]) -> None:
+    with pytest.raises(ValueError, match="dead_rows = 'nan'"):
+        kind(E, H, dead_rows="nan")  # type: ignore[arg-type]
+
+
+# ---- dead rows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("floating", [True, False])
+@every_class
+def test_dead_rows(kind: type[DropInAttention], floating: bool) -> None:
+    theirs, ours = pair(kind)
+    blocked = torch.zeros(3, 3, dtype=torch.bool)
+    blocked[1] = True
+    mask = torch.zeros(3, 3).masked_fill(blocked, float("-inf")) if floating else blocked
+    x = self_inputs(3, 2)
+    out, weights = ours(*x, attn_mask=mask)
+    assert torch.equal(out[1], ours.out_proj.bias.expand(2, -1))
+    assert bool((weights[:, 1] == 0).all())
+    torch_out, torch_weights = theirs(*x, attn_mask=mask)
+    assert bool(torch_out[1].isnan().all())
+    ours.dead_rows = "torch"
+    for found, expected in zip(ours(*x, attn_mask=mask), (torch_out, torch_weights), strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    for need in (True, False):
+        alike = [m(*x, attn_mask=mask, need_weights=need)[0] for m in (ours, theirs)]
+        torch.testing.assert_close(*alike, equal_nan=True)
+
+
+# ---- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("need_weights", [True, False])
+@every_class
+def test_acceptance_rule_in_every_precision(
+    kind: type[DropInAttention], dtype: torch.dtype, need_weights: bool
+) -> None:
+    theirs = nn.MultiheadAttention(64, 4, batch_first=True, dtype=dtype)
+    randomise(theirs, torch.Generator().manual_seed(3))
+    ours = kind(64, 4, batch_first=True, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 17, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+    def call(module: nn.Module) -> Callable[..., Any]:
+        class Self(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = module
+
+            def forward(self, x: Tensor) -> Any:
+                return self.inner(x, x, x, need_weights=need_weights)
+
+        return Self()
+
+    harness.assert_equivalent(call(ours), call(theirs), x, gradients=True)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@every_class
+def test_autocast_keeps_scores_in_float32(kind: type[DropInAttention], need_weights: bool) -> None:
+    theirs = nn.MultiheadAttention(64, 1, batch_first=True)
+    randomise(theirs, torch.Generator().manual_seed(1))
+    ours = kind(64, 1, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    x = 4 * torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(5))  # sharp, so that bf16 scores show
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = (module(x, x, x, need_weights=need_weights) for module in (ours, theirs))
+            projected = ours._project(x, x, x)
+        assert [None if t is None else t.dtype for t in found] == [None if t is None else t.dtype for t in expected]
+        # The same bf16 projections through a float64 core: what remains is the rounding of heads and output.
+        q, k, v = (t[:, 0].double() for t in projected)  # of the one head
+        heads = torch.softmax(q @ k.mT / 8, -1) @ v
+        golden = nn.functional.linear(heads, ours.out_proj.weight.bfloat16().double(), ours.out_proj.bias.double())
+    # 0.4 eps; with scores rounded to bf16 it is 3.5 eps
+    assert bool((found[0] - golden).abs().max() <= torch.finfo(torch.bfloat16).eps * golden.abs().max())
+
+
+@every_class
+def test_dropout_of_the_same_seed_is_torchs(kind: type[DropInAttention]) -> None:
+    theirs, ours = pair(kind, dropout=0.5)
+    x = self_inputs(5, 3)
+    for need_weights in (True, False):
+        results = []
+        for module in (theirs.train(), ours.train()):
+            torch.manual_seed(6)
+            results.append(module(*x, need_weights=need_weights)[0])
+        torch.testing.assert_close(*results)
+        assert not torch.equal(ours(*x)[0], ours(*x)[0])
+    assert torch.equal(ours.eval()(*x)[0], ours(*x)[0])
+
+
+# ---- compilers -------------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal hint": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True, "need_weights": False},
+    "masks": {
+        "attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1),
+        "key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2]),
+    },
+    "float mask": {"attn_mask": torch.randn(5, 5), "average_attn_weights": False},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@every_class
+def test_compiles_to_one_graph(kind: type[DropInAttention], name: str) -> None:
+    theirs, ours = pair(kind, batch_first=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x = self_inputs(2, 5)
+    for found, expected in zip(compiled(*x, **CALLS[name]), theirs(*x, **CALLS[name]), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@every_class
+def test_exports(kind: type[DropInAttention], name: str) -> None:
+    theirs, ours = pair(kind, batch_first=True)
+    x = self_inputs(2, 5)
+    program = torch.export.export(ours, x, CALLS[name])
+    for found, expected in zip(program.module()(*x, **CALLS[name]), theirs(*x, **CALLS[name]), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@every_class
+def test_a_swapped_encoder_compiles_with_gradients(kind: type[DropInAttention]) -> None:
+    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True)
+    new, _ = harness.swap(layer, use_in_proj=kind is EagerMultiheadAttentionWithInProj)
+    torch._dynamo.reset()
+    compiled = torch.compile(new, fullgraph=True, backend="aot_eager")
+    x = self_inputs(2, 5)[0]
+    gradients = []
+    for module in (compiled, layer):
+        leaf = x.clone().requires_grad_()
+        module(leaf).square().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
+# ---- nested tensors --------------------------------------------------------------------------------------------------
+
+
+def nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a prototype, says torch
+        return torch.nested.nested_tensor([torch.randn(3, E), torch.randn(5, E)])
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@every_class
+def test_nested_tensors_as_torchs_fast_path(kind: type[DropInAttention], need_weights: bool, average: bool) -> None:
+    theirs, ours = pair(kind, batch_first=True)
+    x = nested()
+    with torch.no_grad():
+        out, weights = ours(x, x, x, need_weights=need_weights, average_attn_weights=average)
+        expected, expected_weights = theirs(x, x, x, need_weights=need_weights, average_attn_weights=average)
+    assert out.is_nested
+    for found, wanted in zip(out.unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert (weights is None) == (expected_weights is None)
+    if weights is not None:
+        torch.testing.assert_close(weights, expected_weights)
+
+
+@every_class
+def test_nested_tensors_are_refused_where_torch_refuses_them(kind: type[DropInAttention]) -> None:
+    x, mask = nested(), torch.zeros(5, 5, dtype=torch.bool)
+    trained = [module.train() for module in pair(kind, batch_first=True)]
+    length_first = pair(kind)
+    more = pair(kind, "more tokens", batch_first=True)
+    plain = pair(kind, batch_first=True)
+    with torch.no_grad():
+        for theirs, ours in (trained, length_first, more):
+            for module in (theirs, ours):
+                with pytest.raises(AssertionError):
+                    module(x, x, x)
+        for module in plain:
+            with pytest.raises(AssertionError):
+                module(x, x, x, attn_mask=mask)
+            with pytest.raises(AssertionError):
+                module(x, nested(), x)
+    for module in plain:
+        with pytest.raises(AssertionError):
+            module(x, x, x)  # gradients are on
+
+
+@every_class
+def test_padding_through_an_encoder_that_nests(kind: type[DropInAttention]) -> None:
+    """torch's encoder turns padded input into nested tensors on its fast path; padded rows come back as 0."""
+    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    randomise(model, torch.Generator().manual_seed(7))
+    new, report = harness.swap(model, use_in_proj=kind is EagerMultiheadAttentionWithInProj)
+    x = self_inputs(2, 5)[0]
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.testing.assert_close(new(x, src_key_padding_mask=padding), model(x, src_key_padding_mask=padding))
+        x_nested = nested()
+        for found, wanted in zip(new(x_nested).unbind(), model(x_nested).unbind(), strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert all(row.calls == 2 for row in report.swapped)
