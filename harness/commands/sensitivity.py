@@ -11,8 +11,8 @@ MARKDOWN = "sensitivity.md"
 HELP = "judge wrong attentions: does the comparison see every one of them?"
 DESCRIPTION = """\
 Puts wrong attentions on purpose (harness/mutants/saboteurs/, each the likeness of a real bug) in the place of the right
-one, in every cell in which the bug exists, and asks whether the comparison sees them: killed, survived or not applicable.
-Also the smallest relative error of the scale that each cell still sees, from 1e-1 down to 1e-8.
+one, in every cell in which the bug exists, and asks whether the comparison sees them: killed, survived or not
+applicable. Also the smallest relative error of the scale that each cell still sees, from 1e-1 down to 1e-8.
 
 Written to results/sensitivity-<time>/: sensitivity.md, sensitivity.csv (a row for each saboteur and cell), cells.csv.
 """
