@@ -58,7 +58,7 @@ class Round:
     reference: tuple[float, ...]
 
 
-class Crew:
+class VersionProcesses:
     """The processes of both versions. Those that die are replaced when they are next needed."""
 
     def __init__(self, base: Version, head: Version, settings: TimingSettings) -> None:
@@ -69,7 +69,7 @@ class Crew:
         self._allowed = allowed_bytes(limits, 2 * PROCESSES)
         self._members: dict[tuple[str, int], Process] = {}
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "VersionProcesses":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,10 +123,16 @@ class Sampler:
     """One cell; `measure` may be called again to go on."""
 
     def __init__(
-        self, crew: Crew, case: Case, settings: TimingSettings, *, chance: random.Random, blocks: int | None = None
+        self,
+        processes: VersionProcesses,
+        case: Case,
+        settings: TimingSettings,
+        *,
+        chance: random.Random,
+        blocks: int | None = None,
     ) -> None:
         """`blocks` of a round; None: as the budget allows."""
-        self._crew, self._case, self._settings, self._chance = crew, case, settings, chance
+        self._processes, self._case, self._settings, self._chance = processes, case, settings, chance
         self._blocks = blocks
         self._plan: Plan | None = None
         self._took = 0  # rounds
@@ -165,7 +171,7 @@ class Sampler:
         self._build(("head", 0))
 
     def _build(self, key: tuple[str, int]) -> None:
-        fields = {**asdict(self._case), "kernel": self._crew.kernel(self._case.kernel, key[0])}
+        fields = {**asdict(self._case), "kernel": self._processes.kernel(self._case.kernel, key[0])}
         cell = {
             "fields": fields,
             "seed": self._settings.suite_seed,
@@ -199,13 +205,13 @@ class Sampler:
     def _ask(self, key: tuple[str, int], do: str, **what: Any) -> dict[str, Any]:
         side, at = key
         try:
-            return self._crew.member(side, at).ask(do, self._settings.timeout_s, **what)
+            return self._processes.member(side, at).ask(do, self._settings.timeout_s, **what)
         except Died as death:
-            self._crew.lose(side, at)
+            self._processes.lose(side, at)
             raise CellFailed(side, str(death), died=True, hung=isinstance(death, Hung)) from None
         except Refused as refusal:
             if side == "head":  # a regression, if a fresh process refuses too
-                self._crew.lose(side, at)
+                self._processes.lose(side, at)
             raise CellFailed(side, str(refusal), died=False) from None
 
 

@@ -12,7 +12,17 @@ from harness.case import Case
 from harness.errors import BadInput
 from harness.gate import statistics
 from harness.gate.findings import TimingSettings, TimingVerdict, Verdict
-from harness.gate.sampling import AGAIN, FIRST, LOOKS, CellFailed, Crew, Round, Sampler, measure_until, stack
+from harness.gate.sampling import (
+    AGAIN,
+    FIRST,
+    LOOKS,
+    CellFailed,
+    Round,
+    Sampler,
+    VersionProcesses,
+    measure_until,
+    stack,
+)
 from harness.gate.statistics import Estimate, Level
 from harness.gate.versions import Version
 
@@ -60,9 +70,9 @@ def judge_times(
         unchanged = statistics.is_clearly_unchanged(found, settings, level)
         return unchanged or statistics.is_flagged(found, settings)
 
-    with Crew(base, head, settings) as crew:
+    with VersionProcesses(base, head, settings) as processes:
         report(0, "starting the processes")
-        _start(crew)
+        _start(processes)
         # Neighbours of a grid are alike, and a minute's trouble would hit all of them: in random order it does not.
         for done, cell in enumerate(chance.sample(cells, len(cells))):
             report(done, cell.case.case_id)
@@ -71,31 +81,31 @@ def judge_times(
                     "both", f"{MOST_HANGS} cells hung before it, and the night must end", died=False
                 )
             else:
-                _measure(cell, crew, settings, chance, enough=enough)
+                _measure(cell, processes, settings, chance, enough=enough)
         flagged = [cell for cell in cells if _is_worth_another_look(cell, settings, level, seed=seed)]
-        if flagged and _starts_afresh(crew):
+        if flagged and _starts_afresh(processes):
             for cell in flagged:
                 if _hangs(cells) >= MOST_HANGS:
                     break
                 report(len(cells), f"again: {cell.case.case_id}")
-                _measure_again(cell, crew, settings, chance)
+                _measure_again(cell, processes, settings, chance)
         report(len(cells), "")
     return _judge(cells, settings, level, seed=seed)
 
 
-def _start(crew: Crew) -> None:
+def _start(processes: VersionProcesses) -> None:
     """Apart from the first cell, so that it is not charged to that."""
     try:
-        crew.muster()
+        processes.muster()
     except CellFailed as failure:
         raise TimingError(f"the {failure.side} cannot be timed: {failure.reason}") from None
 
 
-def _starts_afresh(crew: Crew) -> bool:
+def _starts_afresh(processes: VersionProcesses) -> bool:
     """Where it does not, what has been measured is judged all the same, and its changes are "not measured again"."""
-    crew.dismiss()
+    processes.dismiss()
     try:
-        crew.muster()
+        processes.muster()
     except CellFailed:
         return False
     return True
@@ -106,10 +116,15 @@ def _hangs(cells: Sequence[_Cell]) -> int:
 
 
 def _measure(
-    cell: _Cell, crew: Crew, settings: TimingSettings, chance: random.Random, *, enough: Callable[[np.ndarray], bool]
+    cell: _Cell,
+    processes: VersionProcesses,
+    settings: TimingSettings,
+    chance: random.Random,
+    *,
+    enough: Callable[[np.ndarray], bool],
 ) -> None:
     def measure() -> None:
-        sampler = Sampler(crew, cell.case, settings, chance=chance)
+        sampler = Sampler(processes, cell.case, settings, chance=chance)
         cell.rounds = measure_until(
             sampler,
             FIRST * settings.seconds,
@@ -121,7 +136,7 @@ def _measure(
 
     _attempt(cell, measure)
     if cell.failure is not None and not cell.failure.died:
-        cell.failure = _whose(cell.failure, cell, crew, settings, chance)
+        cell.failure = _whose(cell.failure, cell, processes, settings, chance)
 
 
 def _attempt(cell: _Cell, measure: Callable[[], None]) -> None:
@@ -138,20 +153,22 @@ def _attempt(cell: _Cell, measure: Callable[[], None]) -> None:
     cell.seconds += time.perf_counter() - started
 
 
-def _whose(failure: CellFailed, cell: _Cell, crew: Crew, settings: TimingSettings, chance: random.Random) -> CellFailed:
+def _whose(
+    failure: CellFailed, cell: _Cell, processes: VersionProcesses, settings: TimingSettings, chance: random.Random
+) -> CellFailed:
     """The base is asked first: when it refuses, the head has not been asked yet."""
     if failure.side != "base":
         return failure
     try:
-        Sampler(crew, cell.case, settings, chance=chance).try_head()
+        Sampler(processes, cell.case, settings, chance=chance).try_head()
     except CellFailed as other:
         return CellFailed("both", other.reason, died=other.died, hung=other.hung)
     return failure
 
 
-def _measure_again(cell: _Cell, crew: Crew, settings: TimingSettings, chance: random.Random) -> None:
+def _measure_again(cell: _Cell, processes: VersionProcesses, settings: TimingSettings, chance: random.Random) -> None:
     def measure() -> None:
-        sampler = Sampler(crew, cell.case, settings, chance=chance, blocks=cell.rounds[0].times.shape[0])
+        sampler = Sampler(processes, cell.case, settings, chance=chance, blocks=cell.rounds[0].times.shape[0])
         cell.second = measure_until(
             sampler,
             (1 - FIRST) * settings.seconds,
