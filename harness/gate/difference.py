@@ -1,17 +1,15 @@
 """Two runs, cell by cell: what changed from one to the other, the largest change first. Floats here, text elsewhere."""
 
 import math
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from harness.gate.exact import is_farther
-from harness.gate.findings import METRICS
-from harness.record import FAILING
+from harness.gate.findings import METRICS, CellRow
+from harness.record import STATUS_SEVERITY
 
-Row = Mapping[Hashable, Any]
 WEIGHTS = ("params", "kv_cache_bytes", "kv_bytes_per_token")
 
 
@@ -20,8 +18,8 @@ class Difference:
     """One cell in both runs, or in one; then the other's row is None."""
 
     case_id: str
-    before: Row | None
-    after: Row | None
+    before: CellRow | None
+    after: CellRow | None
 
     @property
     def in_both(self) -> bool:
@@ -39,7 +37,7 @@ class Difference:
     def _step(self) -> int:
         if self.before is None or self.after is None:
             return 0
-        return severity(self.after["status"]) - severity(self.before["status"]) or self._drift
+        return STATUS_SEVERITY[self.after["status"]] - STATUS_SEVERITY[self.before["status"]] or self._drift
 
     @property
     def _drift(self) -> int:
@@ -126,13 +124,6 @@ class Difference:
         ]
         kinds = (self.worse, self.status_changed, not self.in_both, bool(self.weights))
         return (*(not kind for kind in kinds), -max(sizes, default=0.0))
-
-
-def severity(status: str) -> int:
-    """Statuses of one kind are neither better nor worse than each other."""
-    if status in FAILING:
-        return 3
-    return {"ok": 0, "degraded": 1, "unsupported": 2}[status]
 
 
 def compare_runs(before: pd.DataFrame, after: pd.DataFrame) -> list[Difference]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.gate.findings import TimingSettings, Verdict
+from harness.gate.findings import TimingSettings, TimingWord
 
 RESAMPLES = 500
 FLAG = 1e-3
@@ -257,7 +257,7 @@ def decide(
     q_faster: float,
     smallest: float,
     second: float | None,
-) -> tuple[Verdict, str]:
+) -> tuple[TimingWord, str]:
     """The verdict and why; `second` is the change when measured again, alone. Every comparison is written so that NaN
     ends as inconclusive."""
     if not found.is_sound:

@@ -11,7 +11,7 @@ import numpy as np
 from harness.case import Case
 from harness.errors import BadInput
 from harness.gate import statistics
-from harness.gate.findings import TimingSettings, TimingVerdict, Verdict
+from harness.gate.findings import TimingSettings, TimingVerdict, TimingWord
 from harness.gate.sampling import (
     AGAIN,
     FIRST,
@@ -235,7 +235,7 @@ def _too_slow(cell: _Cell) -> str:
     return f"{factor:.1f} times as slow, in every round of the {len(cell.rounds)} that it got in {cell.seconds:.0f} s"
 
 
-def _failed(failure: CellFailed, *, again: bool) -> tuple[Verdict, str]:
+def _failed(failure: CellFailed, *, again: bool) -> tuple[TimingWord, str]:
     """`again`: it could be timed at first."""
     if failure.side == "both":
         return "inconclusive", f"neither version can be timed here: {failure.reason}"
@@ -250,7 +250,7 @@ def _failed(failure: CellFailed, *, again: bool) -> tuple[Verdict, str]:
 
 
 def _verdict(
-    cell: _Cell, verdict: Verdict, reason: str, found: Estimate, *, smallest: float, p: float, q: float
+    cell: _Cell, verdict: TimingWord, reason: str, found: Estimate, *, smallest: float, p: float, q: float
 ) -> TimingVerdict:
     rounds = [*cell.rounds, *cell.second]
     base, head, reference = _milliseconds(rounds)

@@ -16,7 +16,7 @@ from rich.console import Console
 from harness.__main__ import main
 from harness.case import Case
 from harness.gate import sampling
-from harness.gate.findings import Outcome, TimingSettings
+from harness.gate.findings import GateOutcome, TimingSettings
 from harness.gate.process import Died, Process, Refused
 from harness.gate.timing import TimingError, judge_times
 from harness.gate.versions import (
@@ -433,7 +433,7 @@ def test_a_run_is_not_ignored_in_silence(
 
 def test_what_is_not_written_is_not_pointed_to(capsys: pytest.CaptureFixture[str]) -> None:
     many = tuple(verdict(f"cell-{at}", "inconclusive") for at in range(SHOWN + 3))
-    outcome = Outcome("\udcff", (), (), many, base="\udcff\x1b[31m", head="b")
+    outcome = GateOutcome("\udcff", (), (), many, base="\udcff\x1b[31m", head="b")
     print_timing(outcome, Console(width=80), written=False)
     output = capsys.readouterr().out
     assert "gate.md" not in output and f"cell-{SHOWN + 2}" in output and "\x1b" not in output
@@ -510,7 +510,26 @@ def test_a_run_is_judged_in_both_parts(
     words = ["gate", str(run), "--baseline", str(baseline), "--base-dir", str(ROOT)]
     assert main([*words]) == 1
     assert "regression" in (run / "gate.md").read_text() and (run / "gate.xml").exists()
+    assert json.loads((run / "gate.json").read_text())["cells"] == 1
     assert "exact" not in capsys.readouterr().err
     fake(monkeypatch, "pass")
     assert main([*words]) == 0
     assert "1 pass" in (run / "gate.md").read_text()
+
+
+def test_a_runs_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, baseline = folder(tmp_path / "run", record()), tmp_path / "baseline"
+    assert main(["gate", str(run), "--baseline", str(baseline), "--accept", "--quiet"]) == 0
+    opened: list[str] = []
+    path_open = Path.open
+
+    def watched(path: Path, *how: Any, **more: Any) -> Any:
+        opened.append(path.name)
+        return path_open(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", watched)
+    fake(monkeypatch, "pass")
+    assert main(["gate", str(run), "--baseline", str(baseline), "--base-dir", str(ROOT), "--quiet"]) == 0
+    for name in ("records.jsonl", "config.yaml", "environment.json", "run.json"):
+        assert opened.count(name) <= 1, name
+    assert opened.count("records.jsonl") == 1
