@@ -18,7 +18,7 @@ import numpy as np
 from harness.case import Case
 from harness.gate.findings import TimingSettings
 from harness.gate.process import Died, Hung, Process, Refused
-from harness.gate.statistics import MIN_ROUNDS
+from harness.gate.statistics import MIN_ROUNDS, is_far
 from harness.gate.versions import Version
 from harness.kernels.names import is_plugin
 from harness.suite.schema import Limits
@@ -226,11 +226,11 @@ LONG_OVERTIME = 9.0  # the same for those that are far from unchanged by what th
 def measure_until(
     sampler: Sampler,
     seconds: float,
+    settings: TimingSettings,
     *,
     looks: Sequence[int],
     enough: Callable[[np.ndarray], bool],
     fewest: int,
-    is_far: Callable[[np.ndarray], bool],
 ) -> list[Round]:
     """Rounds until a look finds that it is enough, the schedule ends, or the time is up. Where it is up before the
     `fewest` rounds that can be judged, it is prolonged if what there is is far from unchanged."""
@@ -243,7 +243,7 @@ def measure_until(
             if left <= 0 and len(rounds) >= MIN_ROUNDS:
                 return rounds
             if left <= -OVERTIME * seconds and (
-                len(rounds) >= fewest or left <= -LONG_OVERTIME * seconds or not is_far(stack(rounds))
+                len(rounds) >= fewest or left <= -LONG_OVERTIME * seconds or not is_far(stack(rounds), settings)
             ):
                 return rounds
         if enough(stack(rounds)):

@@ -466,7 +466,7 @@ def test_one_wild_round_of_three_does_not_confirm() -> None:
     ],
 )
 def test_a_cell_that_fails_has_a_reason(failure: CellFailed, verdict: str, reason: str) -> None:
-    cell = timing._Cell(CASE, failure=failure)
+    cell = timing._CellTimes(CASE, failure=failure)
     (found,) = timing._judge([cell], SETTINGS, LEVEL, seed=0)
     assert found.verdict == verdict
     assert reason in found.reason
