@@ -54,8 +54,7 @@ class Difference:
     @property
     def weights(self) -> dict[str, tuple[Any, Any]]:
         """Parameters and cache bytes that are not the same."""
-        found = {name: self.pair(name) for name in WEIGHTS}
-        return {name: pair for name, pair in found.items() if pair is not None}
+        return {name: pair for name in WEIGHTS if (pair := self.pair(name)) is not None}
 
     @property
     def error_factor(self) -> float | None:
@@ -65,8 +64,7 @@ class Difference:
     @property
     def metrics(self) -> dict[str, tuple[Any, Any]]:
         """Metrics of an approximate kernel that are not the same."""
-        found = {name: self.pair(name) for name in METRICS}
-        return {name: pair for name, pair in found.items() if pair is not None}
+        return {name: pair for name in METRICS if (pair := self.pair(name)) is not None}
 
     @property
     def metric_factor(self) -> float | None:
@@ -92,10 +90,8 @@ class Difference:
     @property
     def found(self) -> bool:
         """Whether there is anything to tell; a speed within both intervals is not."""
-        changed = any(
-            self.pair(name) is not None for name in ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS)
-        )
-        return changed or not self.in_both or self.speed_apart
+        columns = ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS)
+        return not self.in_both or self.speed_apart or any(self.pair(name) is not None for name in columns)
 
     def pair(self, column: str) -> tuple[Any, Any] | None:
         """Both values where they differ; a missing one is None."""

@@ -75,17 +75,15 @@ class Process:
 
     def greet(self) -> None:
         """Waits until it is ready. Apart from the start, so that several start at once."""
-        answer = self._exchange(self._hello, START_S)
-        if answer.get("protocol") != PROTOCOL:
+        answer = self._answer(self._hello, START_S)
+        if answer.get("protocol") != PROTOCOL:  # refused or not
             raise ProtocolError(self._version, answer.get("protocol"))
-        _refuse(answer)
+        _accepted(answer)
 
     def ask(self, do: str, timeout_s: float, **what: Any) -> dict[str, Any]:
-        answer = self._exchange({"do": do, **what}, timeout_s)
-        _refuse(answer)
-        return answer
+        return _accepted(self._answer({"do": do, **what}, timeout_s))
 
-    def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _answer(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         try:
             send(self._requests, message)
         except BrokenPipeError:
@@ -143,6 +141,7 @@ class Process:
         self._requests = -1
 
 
-def _refuse(answer: dict[str, Any]) -> None:
+def _accepted(answer: dict[str, Any]) -> dict[str, Any]:
     if "refused" in answer:
         raise Refused(answer["refused"])
+    return answer

@@ -65,8 +65,7 @@ class VersionProcesses:
         self._versions = {"base": base, "head": head}
         self._settings = settings
         # Each works alone while the others wait, but all keep what they have built.
-        limits = Limits(max_memory=settings.max_memory)
-        self._allowed = allowed_bytes(limits, 2 * PROCESSES)
+        self._allowed = allowed_bytes(Limits(max_memory=settings.max_memory), 2 * PROCESSES)
         self._members: dict[tuple[str, int], Process] = {}
 
     def __enter__(self) -> "VersionProcesses":
@@ -120,7 +119,7 @@ class VersionProcesses:
 
 
 class Sampler:
-    """One cell; `measure` may be called again to go on."""
+    """One cell; `round` may be called again and again."""
 
     def __init__(
         self,
@@ -159,11 +158,10 @@ class Sampler:
             self._chance.shuffle(order)
             for at in order:
                 key = self._chance.choice(twins) if at is None else twins[at]
-                answer = self._sample(key, "reference" if at is None else "candidate", plan)
                 if at is None:
-                    reference.append(float(answer["seconds"]))
+                    reference.append(self._sample(key, "reference", plan))
                 else:
-                    times[block, at] = answer["seconds"]
+                    times[block, at] = self._sample(key, "candidate", plan)
         return Round(times, tuple(reference))
 
     def try_head(self) -> None:
@@ -172,24 +170,20 @@ class Sampler:
 
     def _build(self, key: tuple[str, int]) -> None:
         fields = {**asdict(self._case), "kernel": self._processes.kernel(self._case.kernel, key[0])}
-        cell = {
-            "fields": fields,
-            "seed": self._settings.suite_seed,
-            "shift": self._chance.randrange(1 << 32),
-        }
-        self._ask(key, "build", cell=cell)
+        shift = self._chance.randrange(1 << 32)
+        self._ask(key, "build", cell={"fields": fields, "seed": self._settings.suite_seed, "shift": shift})
 
-    def _sample(self, key: tuple[str, int], side: str, plan: Plan) -> dict[str, Any]:
-        return self._ask(key, "time", sample={"side": side, "calls": plan.calls, "warm": plan.warm})
+    def _sample(self, key: tuple[str, int], side: str, plan: Plan) -> float:
+        return float(self._ask(key, "time", sample={"side": side, "calls": plan.calls, "warm": plan.warm})["seconds"])
 
     def _make_plan(self, twins: Sequence[tuple[str, int]]) -> Plan:
         *bases, head = twins
         trial = Plan(calls=3, warm=1, blocks=0)
-        once = float(np.median([self._sample(key, "candidate", trial)["seconds"] for key in bases]))
+        once = float(np.median([self._sample(key, "candidate", trial) for key in bases]))
         # Planned for the base, a head that is many times slower would not get the fewest rounds in its time. Asked
         # twice: a first call in cold caches takes three times as long by itself, and may be interrupted, too.
         for calls in (1, 2):
-            slow = float(self._sample(head, "candidate", Plan(calls=calls, warm=0, blocks=0))["seconds"])
+            slow = self._sample(head, "candidate", Plan(calls=calls, warm=0, blocks=0))
             if not slow > FAR_SLOWER * once:
                 break
         else:

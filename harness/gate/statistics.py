@@ -102,17 +102,18 @@ def estimate(times: np.ndarray, *, seed: int) -> Estimate:
     unexplained = max(0.0, abs(null.middle) - null_half)
     error, freedom = _error(R, own=change.variance, witness=0.75 * null.variance)
     half = _half_width(error, freedom)
-    typical = _middle(np.nanmedian(_change(logs), axis=1)[picks])
+    lowest, highest = np.quantile(change.drawn, [LOWER, 1 - LOWER])
+    typical = _Resampled.of(np.nanmedian(_change(logs), axis=1), picks)
     return Estimate(
         change=change.middle,
         error=error,
         # The wider of Student's interval and the bootstrap's own.
-        lo=min(change.middle - half, change.quantile(LOWER)) - unexplained,
-        hi=max(change.middle + half, change.quantile(1 - LOWER)) + unexplained,
+        lo=min(change.middle - half, float(lowest)) - unexplained,
+        hi=max(change.middle + half, float(highest)) + unexplained,
         null=null.middle,
         null_lo=null.middle - null_half,
         null_hi=null.middle + null_half,
-        typical_lo=float(np.quantile(typical, LOWER)),
+        typical_lo=float(np.quantile(typical.drawn, LOWER)),
         freedom=freedom,
         blocks=int((~np.isnan(logs[..., HEAD])).sum()),
     )
@@ -124,17 +125,12 @@ class _Resampled:
 
     middle: float
     drawn: np.ndarray
+    variance: float
 
     @classmethod
     def of(cls, values: np.ndarray, picks: np.ndarray) -> "_Resampled":
-        return cls(float(_middle(values)), _middle(values[picks]))
-
-    @property
-    def variance(self) -> float:
-        return float(self.drawn.var(ddof=1))
-
-    def quantile(self, share: float) -> float:
-        return float(np.quantile(self.drawn, share))
+        drawn = _middle(values[picks])
+        return cls(float(_middle(values)), drawn, float(drawn.var(ddof=1)))
 
 
 def _half_width(error: float, freedom: int) -> float:
@@ -172,8 +168,7 @@ def _whole(times: np.ndarray) -> np.ndarray:
     """Logs, with NaN for a block of which a side is no time; without rounds of which less than half is left."""
     logs = np.log(np.where(np.isfinite(times) & (times > 0), times, np.nan))
     logs[np.isnan(logs).any(axis=2)] = np.nan
-    found: np.ndarray = logs[2 * (~np.isnan(logs[..., HEAD])).sum(axis=1) >= max(1, logs.shape[1])]
-    return found
+    return np.asarray(logs[2 * (~np.isnan(logs[..., HEAD])).sum(axis=1) >= max(1, logs.shape[1])])
 
 
 def _fastest(logs: np.ndarray) -> np.ndarray:
@@ -182,14 +177,12 @@ def _fastest(logs: np.ndarray) -> np.ndarray:
     A processor that others share is slowed for milliseconds to tenths of a second: a block is often hit on one side
     alone, a round, in which all sides have their turns all along, hardly ever (docs/gate.md).
     """
-    found: np.ndarray = np.nanmin(logs, axis=1)
-    return found
+    return np.asarray(np.nanmin(logs, axis=1))
 
 
 def _change(logs: np.ndarray) -> np.ndarray:
     """Of the head against both bases; sides are the last axis."""
-    found: np.ndarray = logs[..., HEAD] - (logs[..., BASE] + logs[..., TWIN]) / 2
-    return found
+    return np.asarray(logs[..., HEAD] - (logs[..., BASE] + logs[..., TWIN]) / 2)
 
 
 def raw_change(times: np.ndarray) -> float:
@@ -203,8 +196,7 @@ def _middle(values: np.ndarray) -> np.ndarray:
     median, of which a bootstrap of few rounds knows the scatter but roughly."""
     n = values.shape[-1]
     cut = (n + 1) // 4  # of three rounds, too, the wild one must not count
-    found: np.ndarray = np.sort(values, axis=-1)[..., cut : n - cut].mean(axis=-1)
-    return found
+    return np.asarray(np.sort(values, axis=-1)[..., cut : n - cut].mean(axis=-1))
 
 
 def change_alone(times: np.ndarray) -> float:

@@ -84,7 +84,7 @@ def test_what_a_version_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         sampler = Sampler(processes, CASE, settings, chance=Random(3))
         sampler._build(("base", 0))
         answer = sampler._sample(("base", 0), "candidate", sampling.Plan(calls=3, warm=1, blocks=0))
-        assert answer == {"seconds": 0.25}
+        assert answer == 0.25
     # The other process is the head's, which has been greeted and no more.
     heard = (tmp_path / "heard").read_text().splitlines()
     shift = Random(3).randrange(1 << 32)
