@@ -6,6 +6,9 @@ from typing import Any
 STATUSES = ("ok", "degraded", "mismatch", "error", "unsupported", "timeout", "oom")
 # The same function as the reference's, rounded as well or worse: their speeds are worth a comparison.
 EQUAL_STATUSES = ("ok", "degraded")
+# How bad each is, for whoever asks whether a cell got worse. A declared limit is no failure, but a cell that leaves it
+# for one got worse. A mismatch is a wrong result, which can be looked into; the last three are no result at all.
+STATUS_SEVERITY = {"ok": 0, "degraded": 1, "unsupported": 2, "mismatch": 3, "error": 4, "timeout": 4, "oom": 4}
 # What makes a run fail; `degraded` joins them under --strict, `unsupported` is a declared limit.
 FAILING = frozenset({"mismatch", "error", "timeout", "oom"})
 # What may go otherwise the next time; a mismatch is a finding and stays one.

@@ -5,6 +5,7 @@ import contextlib
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,8 @@ from harness.errors import EQUAL, INTERRUPTED, NOT_EQUAL, TERMINATED
 from harness.text import terminal
 
 if TYPE_CHECKING:
-    from harness.gate.cells import Cells
-    from harness.gate.findings import Outcome, TimingSettings, TimingVerdict
-    from harness.gate.versions import Version
+    from harness.gate.cells import ChosenCells
+    from harness.gate.findings import GateOutcome
 
 HELP = "compare a run with the accepted baseline, and its speed with a commit's"
 DESCRIPTION = """\
@@ -128,68 +128,54 @@ def _accept(options: argparse.Namespace) -> int:
     return EQUAL
 
 
-def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "Outcome":
-    from harness.gate import exact
-    from harness.gate.findings import Outcome
+def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "GateOutcome":
+    if wants_timing:  # before torch is loaded anywhere, as `harness run` does; the processes inherit it
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    from harness.gate.baseline import read_gated_run
+    from harness.gate.cells import cells_of_config, cells_of_run
+    from harness.gate.exact import gate
+    from harness.gate.findings import GateOutcome
     from harness.report.gate_files import remove_outputs, write_outputs
+    from harness.report.gate_text import print_timing
     from harness.report.terminal import print_findings
 
     console = terminal()
     alone = options.timing_only is not None
-    if not alone and options.folder.is_dir():
-        remove_outputs(options.folder)
-    findings = () if alone else exact.gate(options.folder, options.baseline)
-    if not alone and not options.quiet:
-        print_findings(findings, console, suite=exact.suite_name(options.folder))
-    # Failures before anything is timed: should that fail, too, they are on the job's page all the same.
-    if not wants_timing or any(finding.fails for finding in findings):
-        suite = exact.suite_name(options.folder)
-        outcome = write_outputs(options.folder, suite=suite, findings=findings, strict=options.strict)
+    if alone:
+        cells = cells_of_config(options.timing_only)
+        outcome = GateOutcome(cells.suite, (), (), strict=options.strict)
+    else:
+        if options.folder.is_dir():
+            remove_outputs(options.folder)
+        run = read_gated_run(options.folder)
+        ids = tuple(record.case_id for record in run.stored.records)
+        outcome = GateOutcome(run.suite, ids, gate(run, options.baseline), strict=options.strict)
+        if not options.quiet:
+            print_findings(outcome.findings, console, suite=run.suite)
+        # Failures before anything is timed: should that fail, too, they are on the job's page all the same.
+        if not wants_timing or outcome.failing:
+            write_outputs(options.folder, outcome)
         if not wants_timing:
             return outcome
-    cells, settings, base, head, verdicts = _time(options)
-    told = {
-        "base": base.name,
-        "head": head.name,
-        "strict": options.strict,
-        "settings": settings,
-        "left_out": _left_out(cells, options.cells),
-    }
-    if alone:
-        outcome = Outcome(cells.suite, (), (), verdicts, **told)
-    else:
-        outcome = write_outputs(options.folder, suite=cells.suite, findings=findings, timing=verdicts, **told)
+        cells = cells_of_run(run)
+    outcome = _time(options, cells, outcome)
+    if not alone:
+        write_outputs(options.folder, outcome)
     if not options.quiet:
-        from harness.report.gate_text import print_timing
-
         print_timing(outcome, console, written=not alone)
     return outcome
 
 
-def _left_out(cells: "Cells", glob: str | None) -> tuple[str, ...]:
-    from harness.text import plural
-
-    reasons = (
-        (cells.left_out, "failed or unsupported in the run: not timed"),
-        (cells.not_chosen, f"not like --cells {glob}: not timed"),
-    )
-    return tuple(f"{plural(number, 'cell', 'cells')} {why}" for number, why in reasons if number)
-
-
-def _time(
-    options: argparse.Namespace,
-) -> tuple["Cells", "TimingSettings", "Version", "Version", "tuple[TimingVerdict, ...]"]:
-    # Before torch is loaded anywhere, as `harness run` does; the processes inherit it.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+def _time(options: argparse.Namespace, cells: "ChosenCells", outcome: "GateOutcome") -> "GateOutcome":
+    """The outcome of the exact part with what timing says of the chosen cells."""
     from rich.console import Console
 
-    from harness.gate.cells import cells_of_config, cells_of_run, choose
+    from harness.gate.cells import choose
     from harness.gate.findings import TimingSettings
     from harness.gate.timing import judge_times
     from harness.gate.versions import baseline_commit, checked_out, folder_version, working_tree
-    from harness.text import progress
+    from harness.text import plural, progress
 
-    cells = cells_of_run(options.folder) if options.timing_only is None else cells_of_config(options.timing_only)
     cells = choose(cells, glob=options.cells, kernels=options.kernel)
     settings = TimingSettings(
         min_effect=options.min_effect,
@@ -210,7 +196,19 @@ def _time(
             revision = options.base or baseline_commit(cells.suite, options.baseline)
             base = stack.enter_context(checked_out(revision, head.root))
         report = stack.enter_context(progress(len(cells.cases), Console(stderr=True, quiet=options.quiet)))
-        return cells, settings, base, head, judge_times(base, head, cells.cases, settings, progress=report)
+        verdicts = judge_times(base, head, cells.cases, settings, progress=report)
+    left_out = (
+        (cells.left_out, "failed or unsupported in the run: not timed"),
+        (cells.not_chosen, f"not like --cells {options.cells}: not timed"),
+    )
+    return replace(
+        outcome,
+        timing=verdicts,
+        base=base.name,
+        head=head.name,
+        settings=settings,
+        left_out=tuple(f"{plural(number, 'cell', 'cells')} {why}" for number, why in left_out if number),
+    )
 
 
 def _warn_of_baseline(suite: str, folder: Path) -> None:

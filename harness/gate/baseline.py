@@ -1,18 +1,61 @@
-"""The accepted state of a suite: one table for people to review, and what it came from, both committed."""
+"""The accepted state of a suite: one table for people to review, and what it came from, both committed.
+
+A run's folder comes in as a `GatedRun`, read once; a baseline goes out and comes in as a table and its `Provenance`.
+"""
 
 import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import yaml
 
 from harness import store
 from harness.environment import Environment
-from harness.gate.findings import BASELINE_COLUMNS, GATED, METRICS, PEAK, GateError, counted, rows, same, show
-from harness.record import FAILING, STATUSES
+from harness.gate.findings import BASELINE_COLUMNS, GATED, METRICS, PEAK, GateError, is_same, rows_by_id, show
+from harness.record import EQUAL_STATUSES, FAILING, STATUSES
+from harness.text import plural
+
+
+@dataclass(frozen=True, slots=True)
+class GatedRun:
+    """All that the gate asks of a run's folder; `suite` and `seed` are its saved config's."""
+
+    folder: Path
+    suite: str
+    seed: int
+    config_sha256: str
+    environment: Environment
+    stored: store.Stored
+
+
+def read_gated_run(folder: Path) -> GatedRun:
+    config, digest = _read_config(folder)
+    stored = store.read(folder)
+    return GatedRun(folder, config["name"], config.get("seed", 0), digest, store.read_environment(folder), stored)
+
+
+def suite_name(folder: Path) -> str:
+    """The `name` of the run's saved config."""
+    return str(_read_config(folder)[0]["name"])
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], str]:
+    """The run's saved config, which has a name, and its hash."""
+    path = Path(folder) / store.CONFIG
+    try:
+        data = path.read_bytes()
+        config = yaml.safe_load(data.decode())
+    except FileNotFoundError:
+        raise GateError(f"there is no run in {folder}: it has no {store.CONFIG}; `harness run` makes one") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise GateError(f"{path}: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("name"), str) or not config["name"]:
+        raise GateError(f"{path} has no `name`, so the run's suite is not known")
+    return config, hashlib.sha256(data).hexdigest()
 
 
 class OtherSuite(GateError):
@@ -41,34 +84,31 @@ class Provenance:
         )
 
 
-def accept(run_folder: Path, baseline_dir: Path, *, suite: str | None = None) -> str:
+def accept(folder: Path, baseline_dir: Path) -> str:
     """Makes the run the baseline; returns what that changes, to be reviewed with the commit."""
-    suite = suite or suite_name(run_folder)
-    stored = store.read(run_folder)
-    if stored.lack:
-        raise GateError(f"{run_folder} is {stored.lack}; a baseline must have them all: resume it first")
-    run = store.table(stored.records)
-    if run.empty:
-        raise GateError(f"{run_folder} has no cells; an empty baseline would guard nothing")
-    environment = store.read_environment(run_folder)
-    new = _baseline_table(run)
-    csv, _ = _paths(suite, baseline_dir)
-    text_of_table = _csv(new)
+    run = read_gated_run(folder)
+    if run.stored.lack:
+        raise GateError(f"{folder} is {run.stored.lack}; a baseline must have them all: resume it first")
+    if not run.stored.records:
+        raise GateError(f"{folder} has no cells; an empty baseline would guard nothing")
+    new = _baseline_table(store.table(run.stored.records))
+    csv, about = _paths(run.suite, baseline_dir)
+    table = new.to_csv(index=False, lineterminator="\n").encode()  # floats as repr: they come back bit for bit
     provenance = Provenance(
-        suite, environment.commit, config_hash(run_folder), environment, _table_hash(text_of_table.encode())
+        run.suite, run.environment.commit, run.config_sha256, run.environment, table_sha256=_table_hash(table)
     )
-    old, before, lost = _replaced(suite, baseline_dir) if csv.exists() else (None, None, None)
-    lines = [_describe(suite, new.iloc[:0] if old is None else old, new, environment)]
+    old, before, lost = _replaced(run.suite, baseline_dir) if csv.exists() else (None, None, None)
+    lines = [_describe(run.suite, new.iloc[:0] if old is None else old, new, run.environment)]
     lines += [] if before is None else _moved(before, provenance)
     lines += [f"warning: {each}" for each in (*_doubts(new), lost, provenance.warning) if each]
     baseline_dir.mkdir(parents=True, exist_ok=True)
-    for path, data in zip(_paths(suite, baseline_dir), (text_of_table, _json(provenance)), strict=True):
-        store.write_atomically(path, data.encode())
+    store.write_atomically(csv, table)
+    store.write_atomically(about, (json.dumps(asdict(provenance), indent=2, ensure_ascii=False) + "\n").encode())
     return "\n".join(lines)
 
 
 def _replaced(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame | None, Provenance | None, str | None]:
-    """What is to be replaced; or, where it is broken, why it cannot be compared: accepting mends that."""
+    """What is to be replaced; or, where it is broken, why nothing can be said of it: accepting mends that."""
     try:
         old, provenance = read_baseline(suite, baseline_dir)
     except OtherSuite:
@@ -90,7 +130,7 @@ def _moved(before: Provenance, after: Provenance) -> list[str]:
 
 def _doubts(table: pd.DataFrame) -> list[str]:
     failing = tuple(str(each) for each in table.loc[table["status"].isin(FAILING), "case_id"])
-    return [f"{counted(len(failing), 'cell')} accepted as failing: {store.some(failing)}"] if failing else []
+    return [f"{plural(len(failing), 'cell', 'cells')} accepted as failing: {store.some(failing)}"] if failing else []
 
 
 def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provenance]:
@@ -115,7 +155,8 @@ def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provena
 
 
 def edited(provenance: Provenance, baseline_dir: Path) -> str | None:
-    """A line taken out by hand would come back as a new cell, and guard nothing until then."""
+    """Whether the table is not what was accepted, in words. A line taken out by hand would come back as a new cell, and
+    guard nothing until then."""
     csv, about = _paths(provenance.suite, baseline_dir)
     if provenance.table_sha256 in (None, _table_hash(csv.read_bytes())):
         return None
@@ -134,27 +175,8 @@ def _refuse_nonsense(frame: pd.DataFrame, csv: Path) -> None:
         if row["status"] not in STATUSES:
             raise GateError(f"{csv}: {row['case_id']}: status {row['status']!r} must be one of {', '.join(STATUSES)}")
         # An approximate kernel has none; a wrong one may have any.
-        if row["status"] in ("ok", "degraded") and not (pd.isna(row["err_ratio"]) or 0 <= row["err_ratio"] < math.inf):
+        if row["status"] in EQUAL_STATUSES and not (pd.isna(row["err_ratio"]) or 0 <= row["err_ratio"] < math.inf):
             raise GateError(f"{csv}: {row['case_id']}: err_ratio {row['err_ratio']} of a cell that is {row['status']}")
-
-
-def suite_name(folder: Path) -> str:
-    """The `name` of the run's saved config."""
-    path = Path(folder) / store.CONFIG
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise GateError(f"there is no run in {folder}: it has no {store.CONFIG}; `harness run` makes one") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise GateError(f"{path}: {error}") from error
-    name = config.get("name") if isinstance(config, dict) else None
-    if not isinstance(name, str) or not name:
-        raise GateError(f"{path} has no `name`, so the run's suite is not known")
-    return name
-
-
-def config_hash(folder: Path) -> str:
-    return hashlib.sha256((Path(folder) / store.CONFIG).read_bytes()).hexdigest()
 
 
 def _paths(suite: str, baseline_dir: Path) -> tuple[Path, Path]:
@@ -170,16 +192,8 @@ def _baseline_table(run: pd.DataFrame) -> pd.DataFrame:
     return frame
 
 
-def _csv(frame: pd.DataFrame) -> str:
-    return frame.to_csv(index=False, lineterminator="\n")  # floats as repr: they come back bit for bit
-
-
-def _json(provenance: Provenance) -> str:
-    return json.dumps(asdict(provenance), indent=2, ensure_ascii=False) + "\n"
-
-
 def _describe(suite: str, old: pd.DataFrame, new: pd.DataFrame, environment: Environment) -> str:
-    before, after = rows(old), rows(new)
+    before, after = rows_by_id(old), rows_by_id(new)
     lines = []
     for case_id in sorted(before.keys() | after.keys()):
         if case_id not in after:
@@ -188,10 +202,10 @@ def _describe(suite: str, old: pd.DataFrame, new: pd.DataFrame, environment: Env
             lines.append(f"+ {case_id}  {after[case_id]['status']}")
         else:
             pairs = ((column, before[case_id][column], after[case_id][column]) for column in GATED)
-            changes = [f"{name} {show(a)} -> {show(b)}" for name, a, b in pairs if not same(a, b)]
+            changes = [f"{name} {show(a)} -> {show(b)}" for name, a, b in pairs if not is_same(a, b)]
             if changes:
                 lines.append(f"~ {case_id}  {'; '.join(changes)}")
     counts = {mark: sum(line.startswith(mark) for line in lines) for mark in "+-~"}
     commit = f"{environment.commit or 'no commit'}{' (dirty)' if environment.dirty else ''}"
-    head = f"baseline {suite}: {counted(len(after), 'cell')} at {commit}: {counts['+']} new, {counts['-']} removed, "
-    return "\n".join([f"{head}{counts['~']} changed", *lines])
+    head = f"baseline {suite}: {plural(len(after), 'cell', 'cells')} at {commit}: "
+    return "\n".join([f"{head}{counts['+']} new, {counts['-']} removed, {counts['~']} changed", *lines])

@@ -5,21 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
 from pydantic_core import PydanticCustomError
 
-from harness import store
 from harness.case import CASE_FIELDS, Case
 from harness.errors import BadInput
-from harness.gate.baseline import suite_name
+from harness.gate.baseline import GatedRun
+from harness.record import EQUAL_STATUSES
 from harness.suite.config import load_suite, threads_of
 from harness.suite.schema import resolve_kernel
 
-TIMED = ("ok", "degraded")  # the others have failed, or never ran: the exact part says so
-
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class ChosenCells:
+    """The cases to be timed, and what they run with."""
+
     suite: str
     cases: tuple[Case, ...]
     threads: int
@@ -28,22 +27,20 @@ class Cells:
     not_chosen: int = 0
 
 
-def cells_of_run(folder: Path) -> Cells:
+def cells_of_run(run: GatedRun) -> ChosenCells:
     """Those that ran, with the kernels that they ran with."""
-    records = store.read(folder).records
-    cases = tuple(Case(**{name: getattr(record, name) for name in CASE_FIELDS}) for record in records)
-    timed = tuple(case for case, record in zip(cases, records, strict=True) if record.status in TIMED)
-    config = yaml.safe_load((folder / store.CONFIG).read_text(encoding="utf-8"))
-    threads, seed = store.read_environment(folder).threads, config.get("seed", 0)
-    return Cells(suite_name(folder), timed, threads, seed, len(cases) - len(timed))
+    records = run.stored.records
+    timed = [record for record in records if record.status in EQUAL_STATUSES]  # of the others the exact part tells
+    cases = tuple(Case(**{name: getattr(record, name) for name in CASE_FIELDS}) for record in timed)
+    return ChosenCells(run.suite, cases, run.environment.threads, run.seed, len(records) - len(timed))
 
 
-def cells_of_config(config: Path) -> Cells:
+def cells_of_config(config: Path) -> ChosenCells:
     suite = load_suite(config)
-    return Cells(suite.name, suite.cases, threads_of(suite), suite.seed, 0)
+    return ChosenCells(suite.name, suite.cases, threads_of(suite), suite.seed, 0)
 
 
-def choose(cells: Cells, *, glob: str | None, kernels: Sequence[str]) -> Cells:
+def choose(cells: ChosenCells, *, glob: str | None, kernels: Sequence[str]) -> ChosenCells:
     """`kernels` take the place of the cells' own."""
     cases = cells.cases
     if kernels:

@@ -35,7 +35,7 @@ Series = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LevelStep:
     """`at` is the first night of the new level; levels are medians."""
 
     at: int
@@ -44,7 +44,7 @@ class Step:
     p_value: float
 
 
-def find_steps(values: Sequence[float] | Series, *, seed: int = 0, finest: int = 0) -> tuple[Step, ...]:
+def find_steps(values: Sequence[float] | Series, *, seed: int = 0, finest: int = 0) -> tuple[LevelStep, ...]:
     """Of finite numbers in the order of the nights. A step's p-value is the worse of its series' and its stretch's.
 
     `finest`: permutations for what none of the usual ones equalled, so that its p-value can be below SMALLEST.
@@ -74,7 +74,7 @@ def find_steps(values: Sequence[float] | Series, *, seed: int = 0, finest: int =
         weakest = int(np.argmax(p_values))
         if p_values[weakest] <= LEVEL:
             return tuple(
-                Step(at, _level(series, start, at), _level(series, at, end), max(whole, p_value))
+                LevelStep(at, float(np.median(series[start:at])), float(np.median(series[at:end])), max(whole, p_value))
                 for at, (start, end), p_value in zip(found, stretches, p_values, strict=True)
             )
         del found[weakest]
@@ -96,10 +96,6 @@ def _tamed(rows: Series) -> Series:
     around = np.median(np.lib.stride_tricks.sliding_window_view(rows, width, axis=1), axis=2)
     middle = around[:, np.clip(np.arange(count) - FEWEST + 1, 0, count - width)]
     return np.where(np.abs(rows - middle) <= 3 * _noise(rows)[:, None], rows, middle)
-
-
-def _level(series: Series, start: int, end: int) -> float:
-    return float(np.median(series[start:end]))
 
 
 def _placed(series: Series) -> list[int]:
@@ -140,8 +136,7 @@ def _clearest_step(rows: Series) -> Series:
     count = rows.shape[1]
     sums = _sums(rows)[:, FEWEST : count - FEWEST + 1]
     left = np.arange(FEWEST, count - FEWEST + 1)
-    best: Series = (sums**2 * (count / (left * (count - left)))).max(axis=1)
-    return best
+    return np.asarray((sums**2 * (count / (left * (count - left)))).max(axis=1))
 
 
 def _farthest_stretch(rows: Series) -> Series:

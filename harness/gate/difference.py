@@ -1,17 +1,15 @@
 """Two runs, cell by cell: what changed from one to the other, the largest change first. Floats here, text elsewhere."""
 
 import math
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from harness.gate.exact import is_farther
-from harness.gate.findings import METRICS
-from harness.record import FAILING
+from harness.gate.findings import METRICS, CellRow
+from harness.record import STATUS_SEVERITY
 
-Row = Mapping[Hashable, Any]
 WEIGHTS = ("params", "kv_cache_bytes", "kv_bytes_per_token")
 
 
@@ -20,8 +18,8 @@ class Difference:
     """One cell in both runs, or in one; then the other's row is None."""
 
     case_id: str
-    before: Row | None
-    after: Row | None
+    before: CellRow | None
+    after: CellRow | None
 
     @property
     def in_both(self) -> bool:
@@ -39,7 +37,7 @@ class Difference:
     def _step(self) -> int:
         if self.before is None or self.after is None:
             return 0
-        return severity(self.after["status"]) - severity(self.before["status"]) or self._drift
+        return STATUS_SEVERITY[self.after["status"]] - STATUS_SEVERITY[self.before["status"]] or self._drift
 
     @property
     def _drift(self) -> int:
@@ -56,8 +54,7 @@ class Difference:
     @property
     def weights(self) -> dict[str, tuple[Any, Any]]:
         """Parameters and cache bytes that are not the same."""
-        found = {name: self.pair(name) for name in WEIGHTS}
-        return {name: pair for name, pair in found.items() if pair is not None}
+        return {name: pair for name in WEIGHTS if (pair := self.pair(name)) is not None}
 
     @property
     def error_factor(self) -> float | None:
@@ -67,8 +64,7 @@ class Difference:
     @property
     def metrics(self) -> dict[str, tuple[Any, Any]]:
         """Metrics of an approximate kernel that are not the same."""
-        found = {name: self.pair(name) for name in METRICS}
-        return {name: pair for name, pair in found.items() if pair is not None}
+        return {name: pair for name in METRICS if (pair := self.pair(name)) is not None}
 
     @property
     def metric_factor(self) -> float | None:
@@ -94,10 +90,8 @@ class Difference:
     @property
     def found(self) -> bool:
         """Whether there is anything to tell; a speed within both intervals is not."""
-        changed = any(
-            self.pair(name) is not None for name in ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS)
-        )
-        return changed or not self.in_both or self.speed_apart
+        columns = ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS)
+        return not self.in_both or self.speed_apart or any(self.pair(name) is not None for name in columns)
 
     def pair(self, column: str) -> tuple[Any, Any] | None:
         """Both values where they differ; a missing one is None."""
@@ -126,13 +120,6 @@ class Difference:
         ]
         kinds = (self.worse, self.status_changed, not self.in_both, bool(self.weights))
         return (*(not kind for kind in kinds), -max(sizes, default=0.0))
-
-
-def severity(status: str) -> int:
-    """Statuses of one kind are neither better nor worse than each other."""
-    if status in FAILING:
-        return 3
-    return {"ok": 0, "degraded": 1, "unsupported": 2}[status]
 
 
 def compare_runs(before: pd.DataFrame, after: pd.DataFrame) -> list[Difference]:

@@ -1,4 +1,4 @@
-"""All that the gate found, in one piece: what its outputs are written from."""
+"""What the gate says, in types: findings of the exact part, verdicts of the timing part, and the outcome of both."""
 
 import math
 from collections import Counter
@@ -11,24 +11,21 @@ import pandas as pd
 from harness.case import CASE_FIELDS
 from harness.errors import BadInput
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The gated columns, and how their values are compared and shown.
-
-
 # Counts: the same on every machine, so any change is a change of the code.
 EXACT = ("params", "ref_params", "kv_cache_bytes", "kv_bytes_per_token", "flops")
 PEAK = "peak_bytes"
 METRICS = ("rel_l1", "cosine", "sparsity")  # of an approximate kernel, in the place of the error ratio
 GATED = ("status", *EXACT, "err_ratio", *METRICS, PEAK)
 BASELINE_COLUMNS = ("case_id", *CASE_FIELDS, *GATED)
-Row = Mapping[Hashable, Any]
+CellRow = Mapping[Hashable, Any]  # one cell of a table, by column
+TimingWord = Literal["regression", "pass", "inconclusive", "improvement"]
 
 
-def rows(frame: pd.DataFrame) -> dict[str, Row]:
+def rows_by_id(frame: pd.DataFrame) -> dict[str, CellRow]:
     return {row["case_id"]: row for row in frame.to_dict("records")}
 
 
-def same(before: Any, after: Any) -> bool:
+def is_same(before: Any, after: Any) -> bool:
     if pd.isna(before) or pd.isna(after):
         return bool(pd.isna(before) and pd.isna(after))
     return bool(before == after)
@@ -36,15 +33,6 @@ def same(before: Any, after: Any) -> bool:
 
 def show(value: Any) -> str:
     return "empty" if pd.isna(value) else str(value)
-
-
-def counted(number: int, thing: str) -> str:
-    # Not report.format's `plural`: the reports import the gate.
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the exact part has to say of one cell, or of the whole run.
 
 
 class GateError(BadInput):
@@ -59,13 +47,6 @@ class Finding:
     kind: str
     message: str
     fails: bool
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the timing part says of one cell, and the settings that it was judged by.
-
-
-Verdict = Literal["regression", "pass", "inconclusive", "improvement"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +69,7 @@ class TimingVerdict:
     """Changes are relative: 0.05 is five per cent slower. `null` is the base against itself in the same rounds."""
 
     case_id: str
-    verdict: Verdict
+    verdict: TimingWord
     change: float | None
     lo: float | None
     hi: float | None
@@ -107,11 +88,8 @@ class TimingVerdict:
     reason: str  # one sentence for people
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GateOutcome:
     """`base` and `head` say in words what was compared; `cells` are all that the exact part judged."""
 
     suite: str

@@ -1,38 +1,32 @@
-"""results/history/<suite>/: one file a night. A night is only ever added, so no fault can lose an older one."""
+"""results/history/<suite>/: one Parquet file a night, one row a cell, with where and of which commit it was.
+
+A night is only ever added, so no fault can lose an older one.
+"""
 
 import hashlib
 import io
 import json
 import logging
-import os
 import re
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
 
 from harness import store
-from harness.environment import Environment
 from harness.errors import BadInput
-from harness.gate.baseline import suite_name
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One run as a night of the history: one row per cell, with where and of which commit it was.
-
+from harness.gate.baseline import GatedRun, read_gated_run
 
 # Times of unlike machines do not make one series. Versions of software do: what they change is worth finding.
 MACHINE = ("cpu", "cores", "threads")
 SOFTWARE = ("torch", "python", "numpy", "platform")
-METRICS = (
+KEPT = (
     "latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "latency_ms", "ref_latency_ms", "err_ratio", "params",
     "kv_cache_bytes", "kv_bytes_per_token", "peak_bytes", "flops",
 )  # fmt: skip
 COLUMNS = (
-    "suite", "time", "run", "commit", "dirty", "machine", *MACHINE, *SOFTWARE, "case_id", "status", *METRICS
+    "suite", "time", "run", "commit", "dirty", "machine", *MACHINE, *SOFTWARE, "case_id", "status", *KEPT
 )  # fmt: skip
-
-
 # As harness names a run's folder. It stays the same when the folder is copied, which a file's own time does not.
 STAMP = re.compile(r"-(\d{8}T\d{6}Z)(-\d+)?")
 
@@ -43,41 +37,39 @@ class HistoryError(BadInput):
     """A history, or a run, that cannot be used as asked; the message names the file and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Night:
-    """`run` tells runs apart, wherever their folders are: the checksum of the records."""
-
-    suite: str
-    time: datetime
-    run: str
-    commit: str | None
-    table: pd.DataFrame
-
-    @property
-    def file_name(self) -> str:
-        """Sorts by time; two runs never share one."""
-        return f"{self.time:%Y%m%dT%H%M%SZ}-{(self.commit or 'nocommit')[:8]}-{self.run}.parquet"
-
-
-def night_of(folder: Path) -> Night:
-    folder = Path(folder)
-    stored = store.read(folder)
-    if stored.lack:
-        raise HistoryError(f"{folder} is {stored.lack}; only whole runs make a night: resume it first")
-    if not stored.records:
+def add(folder: Path, history: Path) -> tuple[Path, bool]:
+    """The run's file, and whether it is new: a run that is there already is not added again."""
+    run = read_gated_run(Path(folder))
+    if run.stored.lack:
+        raise HistoryError(f"{folder} is {run.stored.lack}; only whole runs make a night: resume it first")
+    if not run.stored.records:
         raise HistoryError(f"{folder} has no cells, so there is nothing to keep")
-    records = folder / store.RECORDS
-    time = _time(folder)
-    run = hashlib.sha256(records.read_bytes()).hexdigest()[:12]
-    environment, suite = store.read_environment(folder), suite_name(folder)
-    frame = store.table(stored.records)[["case_id", "status", *METRICS]]
-    about = {"suite": suite, "run": run, "commit": environment.commit, "machine": machine_key(environment)}
+    # What tells runs apart, wherever their folders are.
+    checksum = hashlib.sha256((run.folder / store.RECORDS).read_bytes()).hexdigest()[:12]
+    into = Path(history) / store.slug(run.suite)
+    into.mkdir(parents=True, exist_ok=True)
+    time = _time(run.folder)
+    for path in sorted(into.glob(f"*-{checksum}.parquet")):
+        return path, False
+    buffer = io.BytesIO()
+    _table(run, time, checksum).to_parquet(buffer, index=False)
+    # Sorts by time; two runs never share a name.
+    path = into / f"{time:%Y%m%dT%H%M%SZ}-{(run.environment.commit or 'nocommit')[:8]}-{checksum}.parquet"
+    store.write_atomically(path, buffer.getvalue())
+    return path, True
+
+
+def _table(run: GatedRun, time: datetime, checksum: str) -> pd.DataFrame:
+    environment = run.environment
+    frame = store.table(run.stored.records)[["case_id", "status", *KEPT]]
+    machine = hashlib.sha256(json.dumps([getattr(environment, name) for name in MACHINE]).encode()).hexdigest()[:8]
+    about = {"suite": run.suite, "run": checksum, "commit": environment.commit, "machine": machine}
     about |= {name: getattr(environment, name) for name in (*MACHINE, *SOFTWARE)}
     for name, value in about.items():
         frame[name] = pd.Series(value, index=frame.index, dtype="Int64" if isinstance(value, int) else "string")
     frame["dirty"] = pd.Series(environment.dirty, index=frame.index, dtype="boolean")
     frame["time"] = pd.Series(time, index=frame.index).astype("datetime64[us, UTC]")
-    return Night(suite, time, run, environment.commit, frame[list(COLUMNS)])
+    return frame[list(COLUMNS)]
 
 
 def _time(folder: Path) -> datetime:
@@ -93,28 +85,6 @@ def _time(folder: Path) -> datetime:
         folder, f"{written:%Y-%m-%d %H:%M:%S} UTC", store.RECORDS,
     )  # fmt: skip
     return written
-
-
-def machine_key(environment: Environment) -> str:
-    text = json.dumps([getattr(environment, name) for name in MACHINE])
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def add(folder: Path, history: Path) -> tuple[Path, bool]:
-    """The run's file, and whether it is new: a run that is there already is not added again."""
-    night = night_of(folder)
-    into = Path(history) / store.slug(night.suite)
-    into.mkdir(parents=True, exist_ok=True)
-    for path in sorted(into.glob(f"*-{night.run}.parquet")):
-        return path, False
-    buffer = io.BytesIO()
-    night.table.to_parquet(buffer, index=False)
-    path = into / night.file_name
-    store.write_atomically(path, buffer.getvalue())
-    return path, True
 
 
 def suites(history: Path) -> tuple[str, ...]:
@@ -147,12 +117,12 @@ def _refuse_another_suite(path: Path, night: pd.DataFrame, suite: str) -> None:
 
 
 def _night(path: Path) -> pd.DataFrame:
-    remedy = f"move it away (the other nights are whole), or put it back from its artifact: {os.fspath(path)}"
+    remedy = f"move it away (the other nights are whole), or put it back from its artifact: {path}"
     try:
         frame = pd.read_parquet(path)
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise HistoryError(f"a night of the history cannot be read: {error}; {remedy}") from error
-    for name in METRICS:
+    for name in KEPT:
         if name not in frame.columns:  # kept before there was such a metric
             frame[name] = pd.Series(None, index=frame.index, dtype=store.dtype(name))
     if lost := [name for name in COLUMNS if name not in frame.columns]:

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.errors import BadInput
 from harness.gate.versions import Version
+from harness.gate.worker import PROTOCOL
 from harness.workers.channel import BrokenMessage, Inbox, send
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path("harness", "gate", "worker.py")  # in each version's own tree
 START_S = 120.0  # torch's import from a cold disk
 CHUNK = 1 << 16
 LAST_WORDS = 300
@@ -31,18 +33,30 @@ class Refused(Exception):
     """It lives, but cannot do what it was asked for; the message is its own."""
 
 
+class ProtocolError(BadInput):
+    """It cannot be spoken to: it speaks no timing protocol, or another than this version."""
+
+    def __init__(self, version: Version, number: object) -> None:
+        spoken = "no timing protocol" if number is None else f"timing protocol {number}"
+        remedy = "at or after the commit that introduced it" if number is None else f"that speaks {PROTOCOL}, too"
+        super().__init__(f"{version.name} speaks {spoken}; this version speaks {PROTOCOL}: choose a base {remedy}")
+
+
 class Process:
     """One request at a time: `ask` blocks until the answer, the time limit or the end of the process."""
 
     def __init__(self, version: Version, *, threads: int, allowed: int | None, path: Sequence[str]) -> None:
-        self.version = version
+        self._version = version
+        worker = version.root / WORKER
+        if not worker.is_file():
+            raise ProtocolError(version, None)
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         self._output, printed = os.pipe()
         try:
             self._process = subprocess.Popen(
-                # -P: this folder holds a statistics.py, which would hide Python's own.
-                [sys.executable, "-P", str(WORKER), str(version.root), str(requests), str(answers), str(os.getpid())],
+                # -P: its folder holds a statistics.py, which would hide Python's own.
+                [sys.executable, "-P", str(worker), str(version.root), str(requests), str(answers), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
@@ -57,26 +71,24 @@ class Process:
         for handle in (self._answers, self._output):
             os.set_blocking(handle, False)
         self._inbox, self._said = Inbox(), bytearray()
-        self._hello = {"threads": threads, "allowed": allowed, "path": list(path)}
+        self._hello = {"protocol": PROTOCOL, "threads": threads, "allowed": allowed, "path": list(path)}
 
     def greet(self) -> None:
         """Waits until it is ready. Apart from the start, so that several start at once."""
-        self._ask(self._hello, START_S)
+        answer = self._answer(self._hello, START_S)
+        if answer.get("protocol") != PROTOCOL:  # refused or not
+            raise ProtocolError(self._version, answer.get("protocol"))
+        _accepted(answer)
 
     def ask(self, do: str, timeout_s: float, **what: Any) -> dict[str, Any]:
-        return self._ask({"do": do, **what}, timeout_s)
+        return _accepted(self._answer({"do": do, **what}, timeout_s))
 
-    def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _answer(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         try:
             send(self._requests, message)
         except BrokenPipeError:
             raise Died(self._end()) from None
-        answer = self._answer(time.monotonic() + timeout_s, timeout_s)
-        if "refused" in answer:
-            raise Refused(answer["refused"])
-        return answer
-
-    def _answer(self, deadline: float, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
         while True:
             left = deadline - time.monotonic()
             readable, _, _ = select.select([self._answers, self._output], [], [], max(left, 0.0))
@@ -127,3 +139,9 @@ class Process:
         for handle in (self._requests, self._answers, self._output):
             os.close(handle)
         self._requests = -1
+
+
+def _accepted(answer: dict[str, Any]) -> dict[str, Any]:
+    if "refused" in answer:
+        raise Refused(answer["refused"])
+    return answer

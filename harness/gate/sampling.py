@@ -18,7 +18,7 @@ import numpy as np
 from harness.case import Case
 from harness.gate.findings import TimingSettings
 from harness.gate.process import Died, Hung, Process, Refused
-from harness.gate.statistics import MIN_ROUNDS
+from harness.gate.statistics import MIN_ROUNDS, is_far
 from harness.gate.versions import Version
 from harness.kernels.names import is_plugin
 from harness.suite.schema import Limits
@@ -58,18 +58,17 @@ class Round:
     reference: tuple[float, ...]
 
 
-class Crew:
+class VersionProcesses:
     """The processes of both versions. Those that die are replaced when they are next needed."""
 
     def __init__(self, base: Version, head: Version, settings: TimingSettings) -> None:
         self._versions = {"base": base, "head": head}
         self._settings = settings
         # Each works alone while the others wait, but all keep what they have built.
-        limits = Limits(max_memory=settings.max_memory)
-        self._allowed = allowed_bytes(limits, 2 * PROCESSES)
+        self._allowed = allowed_bytes(Limits(max_memory=settings.max_memory), 2 * PROCESSES)
         self._members: dict[tuple[str, int], Process] = {}
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "VersionProcesses":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,13 +119,19 @@ class Crew:
 
 
 class Sampler:
-    """One cell; `measure` may be called again to go on."""
+    """One cell; `round` may be called again and again."""
 
     def __init__(
-        self, crew: Crew, case: Case, settings: TimingSettings, *, chance: random.Random, blocks: int | None = None
+        self,
+        processes: VersionProcesses,
+        case: Case,
+        settings: TimingSettings,
+        *,
+        chance: random.Random,
+        blocks: int | None = None,
     ) -> None:
         """`blocks` of a round; None: as the budget allows."""
-        self._crew, self._case, self._settings, self._chance = crew, case, settings, chance
+        self._processes, self._case, self._settings, self._chance = processes, case, settings, chance
         self._blocks = blocks
         self._plan: Plan | None = None
         self._took = 0  # rounds
@@ -153,11 +158,10 @@ class Sampler:
             self._chance.shuffle(order)
             for at in order:
                 key = self._chance.choice(twins) if at is None else twins[at]
-                answer = self._sample(key, "reference" if at is None else "candidate", plan)
                 if at is None:
-                    reference.append(float(answer["seconds"]))
+                    reference.append(self._sample(key, "reference", plan))
                 else:
-                    times[block, at] = answer["seconds"]
+                    times[block, at] = self._sample(key, "candidate", plan)
         return Round(times, tuple(reference))
 
     def try_head(self) -> None:
@@ -165,25 +169,21 @@ class Sampler:
         self._build(("head", 0))
 
     def _build(self, key: tuple[str, int]) -> None:
-        fields = {**asdict(self._case), "kernel": self._crew.kernel(self._case.kernel, key[0])}
-        cell = {
-            "fields": fields,
-            "seed": self._settings.suite_seed,
-            "shift": self._chance.randrange(1 << 32),
-        }
-        self._ask(key, "build", cell=cell)
+        fields = {**asdict(self._case), "kernel": self._processes.kernel(self._case.kernel, key[0])}
+        shift = self._chance.randrange(1 << 32)
+        self._ask(key, "build", cell={"fields": fields, "seed": self._settings.suite_seed, "shift": shift})
 
-    def _sample(self, key: tuple[str, int], side: str, plan: Plan) -> dict[str, Any]:
-        return self._ask(key, "time", sample={"side": side, "calls": plan.calls, "warm": plan.warm})
+    def _sample(self, key: tuple[str, int], side: str, plan: Plan) -> float:
+        return float(self._ask(key, "time", sample={"side": side, "calls": plan.calls, "warm": plan.warm})["seconds"])
 
     def _make_plan(self, twins: Sequence[tuple[str, int]]) -> Plan:
         *bases, head = twins
         trial = Plan(calls=3, warm=1, blocks=0)
-        once = float(np.median([self._sample(key, "candidate", trial)["seconds"] for key in bases]))
+        once = float(np.median([self._sample(key, "candidate", trial) for key in bases]))
         # Planned for the base, a head that is many times slower would not get the fewest rounds in its time. Asked
         # twice: a first call in cold caches takes three times as long by itself, and may be interrupted, too.
         for calls in (1, 2):
-            slow = float(self._sample(head, "candidate", Plan(calls=calls, warm=0, blocks=0))["seconds"])
+            slow = self._sample(head, "candidate", Plan(calls=calls, warm=0, blocks=0))
             if not slow > FAR_SLOWER * once:
                 break
         else:
@@ -199,13 +199,13 @@ class Sampler:
     def _ask(self, key: tuple[str, int], do: str, **what: Any) -> dict[str, Any]:
         side, at = key
         try:
-            return self._crew.member(side, at).ask(do, self._settings.timeout_s, **what)
+            return self._processes.member(side, at).ask(do, self._settings.timeout_s, **what)
         except Died as death:
-            self._crew.lose(side, at)
+            self._processes.lose(side, at)
             raise CellFailed(side, str(death), died=True, hung=isinstance(death, Hung)) from None
         except Refused as refusal:
             if side == "head":  # a regression, if a fresh process refuses too
-                self._crew.lose(side, at)
+                self._processes.lose(side, at)
             raise CellFailed(side, str(refusal), died=False) from None
 
 
@@ -220,11 +220,11 @@ LONG_OVERTIME = 9.0  # the same for those that are far from unchanged by what th
 def measure_until(
     sampler: Sampler,
     seconds: float,
+    settings: TimingSettings,
     *,
     looks: Sequence[int],
     enough: Callable[[np.ndarray], bool],
     fewest: int,
-    is_far: Callable[[np.ndarray], bool],
 ) -> list[Round]:
     """Rounds until a look finds that it is enough, the schedule ends, or the time is up. Where it is up before the
     `fewest` rounds that can be judged, it is prolonged if what there is is far from unchanged."""
@@ -237,7 +237,7 @@ def measure_until(
             if left <= 0 and len(rounds) >= MIN_ROUNDS:
                 return rounds
             if left <= -OVERTIME * seconds and (
-                len(rounds) >= fewest or left <= -LONG_OVERTIME * seconds or not is_far(stack(rounds))
+                len(rounds) >= fewest or left <= -LONG_OVERTIME * seconds or not is_far(stack(rounds), settings)
             ):
                 return rounds
         if enough(stack(rounds)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.gate.findings import TimingSettings, Verdict
+from harness.gate.findings import TimingSettings, TimingWord
 
 RESAMPLES = 500
 FLAG = 1e-3
@@ -19,6 +19,7 @@ NEAR = 0.05  # a cell with a p-value below this is not clearly unchanged, howeve
 # seen in 0.84 to 0.95 of ordinary nights, and in 0.61 to 0.83 where an eighth of the rounds was hit as a whole.
 SEEN = 0.9
 CONFIDENCE = 0.95  # of the interval, both sides together
+LOWER = (1 - CONFIDENCE) / 2
 FAR = 2.0  # times what must be seen
 BEYOND_DOUBT = ((2.0, 3), (10.0, 1))  # so many times as slow as both bases, in so many rounds and all there are
 FEWEST_AGAIN = 3  # rounds of a second measurement: it is asked for its side of the limit alone
@@ -89,42 +90,69 @@ NOTHING = Estimate(_NAN, _NAN, _NAN, _NAN, _NAN, _NAN, _NAN, _NAN, freedom=0, bl
 def estimate(times: np.ndarray, *, seed: int) -> Estimate:
     """`times` is (rounds, blocks, 3): seconds of base, its twin and head. A block with a sample that is no time is
     left out; NOTHING if too many are."""
-    from scipy import stats
-
     logs = _whole(times)
     R = len(logs)
     if R < MIN_ROUNDS or len(times) > 2 * R:
         return NOTHING
     fastest = _fastest(logs)
-    change, null = _change(fastest), fastest[:, TWIN] - fastest[:, BASE]
     picks = np.random.default_rng(seed).integers(R, size=(RESAMPLES, R))
-    drawn, null_drawn = (_middle(values[picks]) for values in (change, null))
-    # Of equal code the change has 3/4 of the null's variance: one side against the mean of two, not one against one.
-    # So the null is a second witness of how far rounds scatter, and widens the interval where it saw more of it.
-    own, witness = drawn.var(ddof=1), 0.75 * null_drawn.var(ddof=1)
-    small = R / (R - 1)  # a bootstrap of few rounds is too narrow
-    scatter = small * max(own, (own + witness) / 2)
-    error = math.sqrt(scatter + PROCESS_SPREAD**2)
-    null_error = math.hypot(math.sqrt(small * null_drawn.var(ddof=1)), PROCESS_SPREAD)
-    middle, null_middle = float(_middle(change)), float(_middle(null))
-    freedom = _freedom(R, own, witness, known=PROCESS_SPREAD**2 / scatter if scatter > 0 else math.inf)
-    typical = np.nanmedian(_change(logs), axis=1)[picks]
-    null_half = float(stats.t.isf((1 - CONFIDENCE) / 2, R - 1)) * null_error
-    unexplained = max(0.0, abs(null_middle) - null_half)
-    half = float(stats.t.isf((1 - CONFIDENCE) / 2, freedom)) * error
-    tails = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    change = _Resampled.of(_change(fastest), picks)
+    null = _Resampled.of(fastest[:, TWIN] - fastest[:, BASE], picks)
+    null_half = _half_width(math.hypot(math.sqrt(_unbiased(null.variance, R)), PROCESS_SPREAD), R - 1)
+    unexplained = max(0.0, abs(null.middle) - null_half)
+    error, freedom = _error(R, own=change.variance, witness=0.75 * null.variance)
+    half = _half_width(error, freedom)
+    lowest, highest = np.quantile(change.drawn, [LOWER, 1 - LOWER])
+    typical = _Resampled.of(np.nanmedian(_change(logs), axis=1), picks)
     return Estimate(
-        change=middle,
+        change=change.middle,
         error=error,
-        lo=min(middle - half, float(tails[0])) - unexplained,
-        hi=max(middle + half, float(tails[1])) + unexplained,
-        null=null_middle,
-        null_lo=null_middle - null_half,
-        null_hi=null_middle + null_half,
-        typical_lo=float(np.quantile(_middle(typical), (1 - CONFIDENCE) / 2)),
+        # The wider of Student's interval and the bootstrap's own.
+        lo=min(change.middle - half, float(lowest)) - unexplained,
+        hi=max(change.middle + half, float(highest)) + unexplained,
+        null=null.middle,
+        null_lo=null.middle - null_half,
+        null_hi=null.middle + null_half,
+        typical_lo=float(np.quantile(typical.drawn, LOWER)),
         freedom=freedom,
         blocks=int((~np.isnan(logs[..., HEAD])).sum()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Resampled:
+    """The middle of one number a round, and the middles of bootstrap draws of rounds."""
+
+    middle: float
+    drawn: np.ndarray
+    variance: float
+
+    @classmethod
+    def of(cls, values: np.ndarray, picks: np.ndarray) -> "_Resampled":
+        drawn = _middle(values[picks])
+        return cls(float(_middle(values)), drawn, float(drawn.var(ddof=1)))
+
+
+def _half_width(error: float, freedom: int) -> float:
+    """Of Student's interval at CONFIDENCE."""
+    from scipy import stats
+
+    return float(stats.t.isf(LOWER, freedom)) * error
+
+
+def _unbiased(variance: float, rounds: int) -> float:
+    return rounds / (rounds - 1) * variance  # a bootstrap of few rounds is too narrow
+
+
+def _error(rounds: int, *, own: float, witness: float) -> tuple[float, int]:
+    """The change's standard error and its degrees of freedom, from two variances of it.
+
+    `own` is what the change itself scattered by. `witness` is 3/4 of the null's variance, which is the change's where
+    the code is equal: one side against the mean of two, not one against one. It widens the error where it saw more.
+    """
+    scatter = _unbiased(max(own, (own + witness) / 2), rounds)
+    known = PROCESS_SPREAD**2 / scatter if scatter > 0 else math.inf
+    return math.sqrt(scatter + PROCESS_SPREAD**2), _freedom(rounds, own, witness, known=known)
 
 
 def _freedom(rounds: int, one: float, other: float, *, known: float) -> int:
@@ -140,8 +168,7 @@ def _whole(times: np.ndarray) -> np.ndarray:
     """Logs, with NaN for a block of which a side is no time; without rounds of which less than half is left."""
     logs = np.log(np.where(np.isfinite(times) & (times > 0), times, np.nan))
     logs[np.isnan(logs).any(axis=2)] = np.nan
-    found: np.ndarray = logs[2 * (~np.isnan(logs[..., HEAD])).sum(axis=1) >= max(1, logs.shape[1])]
-    return found
+    return np.asarray(logs[2 * (~np.isnan(logs[..., HEAD])).sum(axis=1) >= max(1, logs.shape[1])])
 
 
 def _fastest(logs: np.ndarray) -> np.ndarray:
@@ -150,14 +177,12 @@ def _fastest(logs: np.ndarray) -> np.ndarray:
     A processor that others share is slowed for milliseconds to tenths of a second: a block is often hit on one side
     alone, a round, in which all sides have their turns all along, hardly ever (docs/gate.md).
     """
-    found: np.ndarray = np.nanmin(logs, axis=1)
-    return found
+    return np.asarray(np.nanmin(logs, axis=1))
 
 
 def _change(logs: np.ndarray) -> np.ndarray:
     """Of the head against both bases; sides are the last axis."""
-    found: np.ndarray = logs[..., HEAD] - (logs[..., BASE] + logs[..., TWIN]) / 2
-    return found
+    return np.asarray(logs[..., HEAD] - (logs[..., BASE] + logs[..., TWIN]) / 2)
 
 
 def raw_change(times: np.ndarray) -> float:
@@ -171,8 +196,7 @@ def _middle(values: np.ndarray) -> np.ndarray:
     median, of which a bootstrap of few rounds knows the scatter but roughly."""
     n = values.shape[-1]
     cut = (n + 1) // 4  # of three rounds, too, the wild one must not count
-    found: np.ndarray = np.sort(values, axis=-1)[..., cut : n - cut].mean(axis=-1)
-    return found
+    return np.asarray(np.sort(values, axis=-1)[..., cut : n - cut].mean(axis=-1))
 
 
 def change_alone(times: np.ndarray) -> float:
@@ -257,7 +281,7 @@ def decide(
     q_faster: float,
     smallest: float,
     second: float | None,
-) -> tuple[Verdict, str]:
+) -> tuple[TimingWord, str]:
     """The verdict and why; `second` is the change when measured again, alone. Every comparison is written so that NaN
     ends as inconclusive."""
     if not found.is_sound:

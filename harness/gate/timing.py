@@ -5,14 +5,25 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from harness.case import Case
 from harness.errors import BadInput
 from harness.gate import statistics
-from harness.gate.findings import TimingSettings, TimingVerdict, Verdict
-from harness.gate.sampling import AGAIN, FIRST, LOOKS, CellFailed, Crew, Round, Sampler, measure_until, stack
+from harness.gate.findings import TimingSettings, TimingVerdict, TimingWord
+from harness.gate.sampling import (
+    AGAIN,
+    FIRST,
+    LOOKS,
+    CellFailed,
+    Round,
+    Sampler,
+    VersionProcesses,
+    measure_until,
+    stack,
+)
 from harness.gate.statistics import Estimate, Level
 from harness.gate.versions import Version
 
@@ -27,14 +38,18 @@ class TimingError(BadInput):
 
 
 @dataclass
-class _Cell:
-    """What is known of a case while the night goes on."""
+class _CellTimes:
+    """What is known of a case while the night goes on; `second` are the rounds of measuring it again."""
 
     case: Case
     rounds: list[Round] = field(default_factory=list)
     second: list[Round] = field(default_factory=list)
     failure: CellFailed | None = None
     seconds: float = 0.0
+
+    @property
+    def all_rounds(self) -> list[Round]:
+        return [*self.rounds, *self.second]
 
 
 def judge_times(
@@ -51,174 +66,159 @@ def judge_times(
     """
     report = progress or (lambda done, running: None)
     seed = random.SystemRandom().randrange(1 << 32) if settings.seed is None else settings.seed
-    chance = random.Random(seed)
     level = Level(settings.level, max(1, len(cases)), len(LOOKS))
-    cells = [_Cell(case) for case in cases]
-
-    def enough(times: np.ndarray) -> bool:
-        found = statistics.estimate(times, seed=seed)
-        unchanged = statistics.is_clearly_unchanged(found, settings, level)
-        return unchanged or statistics.is_flagged(found, settings)
-
-    with Crew(base, head, settings) as crew:
+    cells = [_CellTimes(case) for case in cases]
+    with VersionProcesses(base, head, settings) as processes:
+        night = _Night(processes, settings, level, seed)
         report(0, "starting the processes")
-        _start(crew)
+        try:  # apart from the first cell, so that it is not charged to that
+            processes.muster()
+        except CellFailed as failure:
+            raise TimingError(f"the {failure.side} cannot be timed: {failure.reason}") from None
         # Neighbours of a grid are alike, and a minute's trouble would hit all of them: in random order it does not.
-        for done, cell in enumerate(chance.sample(cells, len(cells))):
+        for done, cell in enumerate(night.chance.sample(cells, len(cells))):
             report(done, cell.case.case_id)
-            if _hangs(cells) >= MOST_HANGS:
-                cell.failure = CellFailed(
-                    "both", f"{MOST_HANGS} cells hung before it, and the night must end", died=False
-                )
-            else:
-                _measure(cell, crew, settings, chance, enough=enough)
-        flagged = [cell for cell in cells if _is_worth_another_look(cell, settings, level, seed=seed)]
-        if flagged and _starts_afresh(crew):
+            night.measure(cell)
+        flagged = [cell for cell in cells if night.is_worth_another_look(cell)]
+        if flagged and _starts_afresh(processes):
             for cell in flagged:
-                if _hangs(cells) >= MOST_HANGS:
+                if night.hangs >= MOST_HANGS:
                     break
                 report(len(cells), f"again: {cell.case.case_id}")
-                _measure_again(cell, crew, settings, chance)
+                night.measure_again(cell)
         report(len(cells), "")
     return _judge(cells, settings, level, seed=seed)
 
 
-def _start(crew: Crew) -> None:
-    """Apart from the first cell, so that it is not charged to that."""
-    try:
-        crew.muster()
-    except CellFailed as failure:
-        raise TimingError(f"the {failure.side} cannot be timed: {failure.reason}") from None
-
-
-def _starts_afresh(crew: Crew) -> bool:
+def _starts_afresh(processes: VersionProcesses) -> bool:
     """Where it does not, what has been measured is judged all the same, and its changes are "not measured again"."""
-    crew.dismiss()
+    processes.dismiss()
     try:
-        crew.muster()
+        processes.muster()
     except CellFailed:
         return False
     return True
 
 
-def _hangs(cells: Sequence[_Cell]) -> int:
-    return sum(cell.failure is not None and cell.failure.hung for cell in cells)
+class _Night:
+    """Measures one cell after the other, in the processes of both versions; the cells keep what was measured."""
 
+    def __init__(self, processes: VersionProcesses, settings: TimingSettings, level: Level, seed: int) -> None:
+        self._processes, self._settings, self._level, self._seed = processes, settings, level, seed
+        self.chance = random.Random(seed)
+        self.hangs = 0  # cells that hung
 
-def _measure(
-    cell: _Cell, crew: Crew, settings: TimingSettings, chance: random.Random, *, enough: Callable[[np.ndarray], bool]
-) -> None:
-    def measure() -> None:
-        sampler = Sampler(crew, cell.case, settings, chance=chance)
-        cell.rounds = measure_until(
-            sampler,
-            FIRST * settings.seconds,
-            looks=LOOKS,
-            enough=enough,
-            fewest=statistics.MIN_ROUNDS,
-            is_far=lambda times: statistics.is_far(times, settings),
-        )
+    def measure(self, cell: _CellTimes) -> None:
+        if self.hangs >= MOST_HANGS:
+            cell.failure = CellFailed("both", f"{MOST_HANGS} cells hung before it, and the night must end", died=False)
+            return
 
-    _attempt(cell, measure)
-    if cell.failure is not None and not cell.failure.died:
-        cell.failure = _whose(cell.failure, cell, crew, settings, chance)
-
-
-def _attempt(cell: _Cell, measure: Callable[[], None]) -> None:
-    """Once more where a process died or the head refused; not where it hung, which would take its whole time again."""
-    started = time.perf_counter()
-    for _ in range(ATTEMPTS):
-        cell.failure = None
-        try:
-            measure()
-        except CellFailed as failure:
-            cell.failure = failure
-        if cell.failure is None or cell.failure.hung or not (cell.failure.died or cell.failure.side == "head"):
-            break
-    cell.seconds += time.perf_counter() - started
-
-
-def _whose(failure: CellFailed, cell: _Cell, crew: Crew, settings: TimingSettings, chance: random.Random) -> CellFailed:
-    """The base is asked first: when it refuses, the head has not been asked yet."""
-    if failure.side != "base":
-        return failure
-    try:
-        Sampler(crew, cell.case, settings, chance=chance).try_head()
-    except CellFailed as other:
-        return CellFailed("both", other.reason, died=other.died, hung=other.hung)
-    return failure
-
-
-def _measure_again(cell: _Cell, crew: Crew, settings: TimingSettings, chance: random.Random) -> None:
-    def measure() -> None:
-        sampler = Sampler(crew, cell.case, settings, chance=chance, blocks=cell.rounds[0].times.shape[0])
-        cell.second = measure_until(
-            sampler,
-            (1 - FIRST) * settings.seconds,
-            looks=(AGAIN,),
-            enough=lambda times: True,
-            fewest=statistics.FEWEST_AGAIN,
-            is_far=lambda times: statistics.is_far(times, settings),
-        )
-
-    _attempt(cell, measure)
-
-
-def _is_worth_another_look(cell: _Cell, settings: TimingSettings, level: Level, *, seed: int) -> bool:
-    if cell.failure is not None or not cell.rounds:
-        return False
-    found = statistics.estimate(stack(cell.rounds), seed=seed)
-    return found.is_sound and not statistics.is_clearly_unchanged(found, settings, level)
-
-
-def _judge(cells: Sequence[_Cell], settings: TimingSettings, level: Level, *, seed: int) -> tuple[TimingVerdict, ...]:
-    pooled, seconds = [], []
-    for cell in cells:
-        rounds = [*cell.rounds, *cell.second] if cell.failure is None else []
-        pooled.append(statistics.estimate(stack(rounds), seed=seed) if rounds else statistics.NOTHING)
-        seconds.append(statistics.change_alone(stack(cell.second)) if cell.second else None)
-    # As often as there were looks at which one might have stopped.
-    slower = [level.looks * each.p_slower(settings.min_effect) for each in pooled]
-    faster = [level.looks * each.p_faster(settings.min_effect) for each in pooled]
-    q_slower, q_faster = statistics.adjust(slower), statistics.adjust(faster)
-    found_already = sum(q <= settings.level for q in q_slower)
-    verdicts = []
-    for at, cell in enumerate(cells):
-        found, second = pooled[at], seconds[at]
-        # The p-value that Benjamini and Hochberg would have asked of this cell, given what the others found.
-        rank = found_already + (not q_slower[at] <= settings.level)
-        smallest = found.smallest(settings.min_effect, level.alone * rank)
-        if cell.failure is not None:
-            verdict, reason = _failed(cell.failure, again=bool(cell.rounds))
-        elif 0 < len(cell.rounds) < statistics.MIN_ROUNDS and statistics.is_beyond_doubt(stack(cell.rounds)):
-            verdict, reason = "regression", _too_slow(cell)
-        elif 0 < len(cell.rounds) < statistics.MIN_ROUNDS:
-            verdict, reason = "inconclusive", _too_few(cell)
-        else:
-            verdict, reason = statistics.decide(
-                found,
-                settings,
-                q_slower=q_slower[at],
-                q_faster=q_faster[at],
-                smallest=smallest,
-                second=second,
+        def measured() -> None:
+            seconds, fewest = FIRST * self._settings.seconds, statistics.MIN_ROUNDS
+            cell.rounds = measure_until(
+                self._sampler(cell), seconds, self._settings, looks=LOOKS, enough=self._is_enough, fewest=fewest
             )
-        p, q = (slower[at], q_slower[at]) if not found.change < 0 else (faster[at], q_faster[at])
-        verdicts.append(_verdict(cell, verdict, reason, found, smallest=smallest, p=p, q=q))
+
+        self._attempt(cell, measured)
+        if cell.failure is not None and cell.failure.side == "base" and not cell.failure.died:
+            try:  # the base is asked first: when it refuses, the head has not been asked yet
+                self._sampler(cell).try_head()
+            except CellFailed as other:
+                cell.failure = CellFailed("both", other.reason, died=other.died, hung=other.hung)
+                self.hangs += other.hung
+
+    def measure_again(self, cell: _CellTimes) -> None:
+        def measured() -> None:
+            seconds, fewest = (1 - FIRST) * self._settings.seconds, statistics.FEWEST_AGAIN
+            sampler = self._sampler(cell, blocks=cell.rounds[0].times.shape[0])
+            cell.second = measure_until(
+                sampler, seconds, self._settings, looks=(AGAIN,), enough=lambda times: True, fewest=fewest
+            )
+
+        self._attempt(cell, measured)
+
+    def is_worth_another_look(self, cell: _CellTimes) -> bool:
+        if cell.failure is not None or not cell.rounds:
+            return False
+        found = statistics.estimate(stack(cell.rounds), seed=self._seed)
+        return found.is_sound and not statistics.is_clearly_unchanged(found, self._settings, self._level)
+
+    def _sampler(self, cell: _CellTimes, blocks: int | None = None) -> Sampler:
+        return Sampler(self._processes, cell.case, self._settings, chance=self.chance, blocks=blocks)
+
+    def _is_enough(self, times: np.ndarray) -> bool:
+        found = statistics.estimate(times, seed=self._seed)
+        unchanged = statistics.is_clearly_unchanged(found, self._settings, self._level)
+        return unchanged or statistics.is_flagged(found, self._settings)
+
+    def _attempt(self, cell: _CellTimes, measured: Callable[[], None]) -> None:
+        """Once more where a process died or the head refused; not where it hung, which would take as long again."""
+        started = time.perf_counter()
+        for _ in range(ATTEMPTS):
+            cell.failure = None
+            try:
+                measured()
+            except CellFailed as failure:
+                cell.failure = failure
+            if cell.failure is None or cell.failure.hung or not (cell.failure.died or cell.failure.side == "head"):
+                break
+        self.hangs += cell.failure is not None and cell.failure.hung
+        cell.seconds += time.perf_counter() - started
+
+
+class _Test(NamedTuple):
+    """Of one cell to one side: the p-value, times the looks at which one might have stopped; the night's q-value."""
+
+    p: float
+    q: float
+
+
+def _judge(
+    cells: Sequence[_CellTimes], settings: TimingSettings, level: Level, *, seed: int
+) -> tuple[TimingVerdict, ...]:
+    estimates = [
+        statistics.estimate(stack(cell.all_rounds), seed=seed)
+        if cell.failure is None and cell.all_rounds
+        else statistics.NOTHING
+        for cell in cells
+    ]
+    slower = _tests([level.looks * each.p_slower(settings.min_effect) for each in estimates])
+    faster = _tests([level.looks * each.p_faster(settings.min_effect) for each in estimates])
+    discoveries = sum(test.q <= settings.level for test in slower)
+    verdicts = []
+    for cell, found, slow, fast in zip(cells, estimates, slower, faster, strict=True):
+        # The p-value that Benjamini and Hochberg would have asked of this cell, given what the others found.
+        rank = discoveries + (not slow.q <= settings.level)
+        smallest = found.smallest(settings.min_effect, level.alone * rank)
+        word, reason = _word(cell, found, settings, slower=slow, faster=fast, smallest=smallest)
+        shown = slow if not found.change < 0 else fast
+        verdicts.append(_verdict(cell, word, reason, found, smallest=smallest, test=shown))
     return tuple(verdicts)
 
 
-def _too_few(cell: _Cell) -> str:
-    told = f"{len(cell.rounds)} of the {statistics.MIN_ROUNDS} rounds that it takes in {cell.seconds:.0f} s"
-    return f"too slow for its time: {told}; raise --seconds"
+def _tests(p_values: list[float]) -> list[_Test]:
+    return [_Test(p, q) for p, q in zip(p_values, statistics.adjust(p_values), strict=True)]
 
 
-def _too_slow(cell: _Cell) -> str:
-    factor = math.exp(statistics.raw_change(stack(cell.rounds)))
-    return f"{factor:.1f} times as slow, in every round of the {len(cell.rounds)} that it got in {cell.seconds:.0f} s"
+def _word(
+    cell: _CellTimes, found: Estimate, settings: TimingSettings, *, slower: _Test, faster: _Test, smallest: float
+) -> tuple[TimingWord, str]:
+    """The verdict's word, and its reason."""
+    if cell.failure is not None:
+        return _failed(cell.failure, again=bool(cell.rounds))
+    got, seconds = len(cell.rounds), f"{cell.seconds:.0f} s"
+    if 0 < got < statistics.MIN_ROUNDS:
+        times = stack(cell.rounds)
+        if statistics.is_beyond_doubt(times):
+            factor = math.exp(statistics.raw_change(times))
+            return "regression", f"{factor:.1f} times as slow, in every round of the {got} that it got in {seconds}"
+        rounds = f"{got} of the {statistics.MIN_ROUNDS} rounds that it takes in {seconds}"
+        return "inconclusive", f"too slow for its time: {rounds}; raise --seconds"
+    second = statistics.change_alone(stack(cell.second)) if cell.second else None
+    return statistics.decide(found, settings, q_slower=slower.q, q_faster=faster.q, smallest=smallest, second=second)
 
 
-def _failed(failure: CellFailed, *, again: bool) -> tuple[Verdict, str]:
+def _failed(failure: CellFailed, *, again: bool) -> tuple[TimingWord, str]:
     """`again`: it could be timed at first."""
     if failure.side == "both":
         return "inconclusive", f"neither version can be timed here: {failure.reason}"
@@ -233,16 +233,16 @@ def _failed(failure: CellFailed, *, again: bool) -> tuple[Verdict, str]:
 
 
 def _verdict(
-    cell: _Cell, verdict: Verdict, reason: str, found: Estimate, *, smallest: float, p: float, q: float
+    cell: _CellTimes, word: TimingWord, reason: str, found: Estimate, *, smallest: float, test: _Test
 ) -> TimingVerdict:
-    rounds = [*cell.rounds, *cell.second]
+    rounds = cell.all_rounds
     base, head, reference = _milliseconds(rounds)
     sound = found.is_sound
     # Where there is too little for a claim, what there is is shown all the same.
     change = found.change if sound or cell.failure is not None or not rounds else statistics.raw_change(stack(rounds))
     return TimingVerdict(
         case_id=cell.case.case_id,
-        verdict=verdict,
+        verdict=word,
         change=_relative(change),
         lo=_relative(found.lo),
         hi=_relative(found.hi),
@@ -250,8 +250,8 @@ def _verdict(
         null=_relative(found.null),
         null_lo=_relative(found.null_lo),
         null_hi=_relative(found.null_hi),
-        p_value=min(1.0, p) if sound else None,
-        q_value=q if sound else None,
+        p_value=min(1.0, test.p) if sound else None,
+        q_value=test.q if sound else None,
         blocks=found.blocks,
         seconds=cell.seconds,
         remeasured=bool(cell.second),

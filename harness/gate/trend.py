@@ -2,24 +2,21 @@
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from harness.gate.change_points import LEVEL, SMALLEST, fewest_to_tell, find_steps
+from harness.gate.findings import CellRow
 from harness.gate.nights import SOFTWARE, HistoryError
 
 # Times scatter from night to night; the rest is computed from fixed seeds, so that any change is one.
 NOISY = ("latency_ratio", "latency_ms", "ref_latency_ms")
-EXACT = ("err_ratio", "peak_bytes", "params", "kv_cache_bytes", "kv_bytes_per_token", "flops")
-TREND_METRICS = (*NOISY, *EXACT)
-
-Row = Mapping[Hashable, Any]
-Kind = Literal["worse", "better"]  # every metric is a cost: more is worse
+COMPUTED = ("err_ratio", "peak_bytes", "params", "kv_cache_bytes", "kv_bytes_per_token", "flops")
+TREND_METRICS = (*NOISY, *COMPUTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +34,13 @@ class Change:
     also: tuple[str, ...]  # software that changed between these two nights
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> str:
+        """Every metric is a cost: more is worse."""
         return "worse" if self.after > self.before else "better"
 
     @property
     def relative(self) -> float:
-        if self.before == 0:
-            return math.inf
-        return self.after / self.before - 1
+        return self.after / self.before - 1 if self.before else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +95,10 @@ def _machine(nights: pd.DataFrame) -> str:
     return f"{one['cpu']}, {one['cores']} cores, {one['threads']} threads"
 
 
-def _trend(case_id: str, machine: str, nights: Sequence[Row], metric: str, *, finest: int = 0) -> Trend:
+def _trend(case_id: str, machine: str, nights: Sequence[CellRow], metric: str, *, finest: int = 0) -> Trend:
     values: list[float] = [math.nan if pd.isna(night[metric]) else float(night[metric]) for night in nights]
     # A time of 0 or infinity is no time; the cell has failed, and its status tells.
-    known = [at for at, value in enumerate(values) if math.isfinite(value) and (metric in EXACT or value > 0)]
+    known = [at for at, value in enumerate(values) if math.isfinite(value) and (metric in COMPUTED or value > 0)]
     changes = []
     if metric in NOISY:
         for step in find_steps([math.log(values[at]) for at in known], finest=finest):
@@ -115,7 +111,7 @@ def _trend(case_id: str, machine: str, nights: Sequence[Row], metric: str, *, fi
     return Trend(case_id, machine, tuple(values), tuple(changes))
 
 
-def _change(last: Row, first: Row, before: float, after: float, p_value: float | None) -> Change:
+def _change(last: CellRow, first: CellRow, before: float, after: float, p_value: float | None) -> Change:
     also = tuple(
         f"{name} {last[name]} -> {first[name]}" for name in SOFTWARE if _text(last, name) != _text(first, name)
     )
@@ -124,11 +120,12 @@ def _change(last: Row, first: Row, before: float, after: float, p_value: float |
     return Change(before, after, p_value, last["time"], first["time"], good, bad, dirty, also)
 
 
-def _text(night: Row, name: str) -> str | None:
+def _text(night: CellRow, name: str) -> str | None:
     return None if pd.isna(night[name]) else str(night[name])
 
 
 def _hold_together(found: Sequence[Trend]) -> list[Trend]:
+    """The trends, each with those of its changes alone that hold among all cells (Benjamini & Hochberg)."""
     from scipy.stats import false_discovery_control
 
     # A series without a step counts as one that chance explains, or the level would be that of the lucky alone.
@@ -139,6 +136,6 @@ def _hold_together(found: Sequence[Trend]) -> list[Trend]:
     q_values = iter(false_discovery_control(np.array([*p_values, *[1.0] * quiet])))
     kept = []
     for trend in found:
-        changes = [each for each in trend.changes if each.p_value is None or next(q_values) <= LEVEL]
-        kept.append(Trend(trend.case_id, trend.machine, trend.values, tuple(changes)))
+        changes = tuple(each for each in trend.changes if each.p_value is None or next(q_values) <= LEVEL)
+        kept.append(replace(trend, changes=changes))
     return kept

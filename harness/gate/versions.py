@@ -17,6 +17,7 @@ from typing import Any
 
 from harness import store
 from harness.errors import BadInput
+from harness.workers.interrupts import Terminated
 
 GIT_SECONDS = 60
 MARK = Path("harness") / "__init__.py"
@@ -71,7 +72,8 @@ def checked_out(revision: str, repository: Path | None = None) -> Iterator[Versi
         try:
             _git(repository, *added, purpose=f"check out {commit[:9]} into a worktree")
             prefix = _ask_git(repository, "rev-parse", "--show-prefix") or ""
-            yield Version(_named(revision, commit), (tree / prefix).resolve(), commit, False)
+            name = commit[:9] if commit.startswith(revision) else f"{revision} ({commit[:9]})"
+            yield Version(name, (tree / prefix).resolve(), commit, False)
         finally:
             _remove(repository, tree)
 
@@ -112,10 +114,6 @@ def baseline_commit(suite: str, baseline_dir: Path) -> str:
     return commit
 
 
-def _named(revision: str, commit: str) -> str:
-    return commit[:9] if commit.startswith(revision) else f"{revision} ({commit[:9]})"
-
-
 def _refuse_without_harness(root: Path, named: str) -> None:
     if not (root / MARK).is_file():
         raise VersionError(f"{named}: there is no {MARK} in it")
@@ -152,14 +150,10 @@ def _run_git(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
         text=True,
         errors="replace",
         timeout=GIT_SECONDS,
-        env=_without_a_repository(),
+        # In a hook git names the index and the folder of a commit under way: a checkout would be made into that.
+        env={name: value for name, value in os.environ.items() if name not in _repository_variables()},
         start_new_session=True,  # Ctrl-C must not end the git that cleans up
     )
-
-
-def _without_a_repository() -> dict[str, str]:
-    """In a hook git names the index and the folder of a commit under way: a checkout would be made into that."""
-    return {name: value for name, value in os.environ.items() if name not in _repository_variables()}
 
 
 @functools.cache
@@ -180,8 +174,6 @@ def _terminated_as_interrupt() -> Iterator[None]:
         ours = []
 
     def stop(number: int, frame: FrameType | None) -> Any:
-        from harness.workers.interrupts import Terminated
-
         raise Terminated
 
     for number in ours:

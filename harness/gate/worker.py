@@ -1,14 +1,22 @@
 """One version's process: builds cells and times calls of them, one request at a time, until its parent is gone.
 
-Run by path, `python -P worker.py ROOT REQUESTS ANSWERS PARENT`, by whichever version is the head; `harness` itself is
-ROOT's. So nothing may be used here but what an older version has too: Case, find_kernel, build_pair, timed_call.
+Run by path from its own tree, `python -P ROOT/harness/gate/worker.py ROOT REQUESTS ANSWERS PARENT`: the two numbers are
+handles to read from and to write to, PARENT is a process id. Nothing but these messages passes between versions, each a
+length of 8 bytes and then JSON (harness/workers/channel.py), and each answered once:
+
+    {"protocol": 1, "threads": 2, "allowed": BYTES or null, "path": [...]}  hello: -> {"ready": PID, "protocol": 1}
+    {"do": "build", "cell": {"fields": {...}, "seed": 0, "shift": 7}}       a Case's fields: -> {"built": true}
+    {"do": "time", "sample": {"side": "candidate", "calls": 6, "warm": 1}}  or "reference": -> {"seconds": 0.001}
+
+What cannot be done is answered by {"refused": "ValueError: why"}, a hello by that with "protocol" as well. A hello and
+its answer have "protocol" in every version to come: where the numbers differ, the versions cannot be timed together.
+PROTOCOL changes with any of this, but for a new field of a Case: while it is null, older workers leave it out.
 """
 
 import ctypes
 import dataclasses
 import faulthandler
 import gc
-import json
 import math
 import os
 import random
@@ -19,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+PROTOCOL = 1
 PR_SET_PDEATHSIG = 1
 MOST_TOLD = 500  # characters of a reason
 SHIFTS = 64  # pieces of memory taken before a cell is built, so that it lies elsewhere each time
@@ -26,39 +35,11 @@ SHIFT_BYTES = 1 << 16
 PATIENCE = 3
 
 
-def send(handle: int, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    left = memoryview(len(data).to_bytes(8, "big") + data)
-    while left:
-        left = left[os.write(handle, left) :]
-
-
-def receive(handle: int) -> dict[str, Any] | None:
-    """None when the other side is gone."""
-    header = _exactly(handle, 8)
-    body = None if header is None else _exactly(handle, int.from_bytes(header, "big"))
-    return None if body is None else json.loads(body)
-
-
-def _exactly(handle: int, size: int) -> bytes | None:
-    data = b""
-    while len(data) < size:
-        more = os.read(handle, size - len(data))
-        if not more:
-            return None
-        data += more
-    return data
-
-
-class Cell:
+class TimedCell:
     """A case as it is built in this version; `calls` are its sides."""
 
     def __init__(self, fields: dict[str, Any], *, seed: int, shift: int) -> None:
-        from harness.case import Case
-        from harness.cell.build import build_pair
-        from harness.cell.measure import timed_call
-        from harness.kernels.front import find_kernel
-
+        Case, find_kernel, build_pair, timed_call = cell_tools()
         case = _case(Case, fields)
         # Two builds one after the other get the same addresses from the allocator: not so with holes between.
         chance = random.Random(shift)
@@ -96,8 +77,18 @@ class Cell:
         return shortest if shortest < math.inf else shortest_disturbed
 
 
+def cell_tools() -> tuple[Any, Any, Any, Any]:
+    """What a cell is built and called with. In a function: torch takes seconds, and the parent imports this module."""
+    from harness.case import Case
+    from harness.cell.build import build_pair
+    from harness.cell.measure import timed_call
+    from harness.kernels.front import find_kernel
+
+    return Case, find_kernel, build_pair, timed_call
+
+
 def _case(kind: type, fields: dict[str, Any]) -> Any:
-    """What this version does not know may be left out only where it says nothing."""
+    """A field that this version does not know may be left out only where it says nothing."""
     known = {field.name for field in dataclasses.fields(kind)}
     strange = {name: value for name, value in fields.items() if name not in known and value is not None}
     if strange:
@@ -105,28 +96,26 @@ def _case(kind: type, fields: dict[str, Any]) -> Any:
     return kind(**{name: value for name, value in fields.items() if name in known})
 
 
-def serve(requests: int, answers: int) -> None:
-    cell: Cell | None = None
-    while (message := receive(requests)) is not None:
-        match message["do"]:
-            case "build":
-                cell = None
+class Server:
+    """Answers one request after another; the cell that was built last is the one that is timed."""
+
+    def __init__(self) -> None:
+        self.cell: TimedCell | None = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if request["do"] == "build":
+                self.cell = None
                 gc.collect()
-                try:
-                    cell = Cell(**message["cell"])
-                    answer: dict[str, Any] = {"built": True}
-                except BaseException as failure:  # someone's unfinished code: whatever it raises is the reason
-                    answer = {"refused": _told(failure)}
-            case "time":
-                assert cell is not None
-                try:
-                    answer = {"seconds": cell.time(**message["sample"])}
-                except BaseException as failure:
-                    answer = {"refused": _told(failure)}
-        send(answers, answer)
+                self.cell = TimedCell(**request["cell"])
+                return {"built": True}
+            assert self.cell is not None, "nothing is built"
+            return {"seconds": self.cell.time(**request["sample"])}
+        except BaseException as failure:  # someone's unfinished code: whatever it raises is the reason
+            return {"refused": _reason(failure)}
 
 
-def _told(failure: BaseException) -> str:
+def _reason(failure: BaseException) -> str:
     try:
         text = f"{type(failure).__name__}: {failure}"
     except Exception:  # its own way to say it may raise too
@@ -134,26 +123,25 @@ def _told(failure: BaseException) -> str:
     return text[:MOST_TOLD]
 
 
-def settle(root: Path, hello: dict[str, Any]) -> None:
-    """Threads, limits, and `harness` from ROOT and nowhere else."""
-    sys.path[:] = [str(root), *hello["path"]]
-    import torch
+def answer_hello(root: Path, hello: dict[str, Any]) -> dict[str, Any]:
+    """Sets threads, limits and the rest of the path; nothing but its number is read of a hello of another protocol."""
+    try:
+        if hello.get("protocol") != PROTOCOL:
+            raise LookupError(f"timing protocol {hello.get('protocol')}, where this version speaks {PROTOCOL}")
+        sys.path[:] = [str(root), *hello["path"]]
+        import torch
 
-    import harness
+        import harness
 
-    found = Path(harness.__file__ or "").resolve()
-    if not found.is_relative_to(root):
-        raise ImportError(f"harness came from {found}, not from {root}")
-    try:  # all that a cell needs: a version that lacks some of it is told once, not in every cell
-        from harness.case import Case  # noqa: F401
-        from harness.cell.build import build_pair  # noqa: F401
-        from harness.cell.measure import timed_call  # noqa: F401
-        from harness.kernels.front import find_kernel  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"too old, or broken: {error}") from error
-    torch.set_num_threads(hello["threads"])
-    if hello["allowed"] is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (hello["allowed"], resource.RLIM_INFINITY))
+        if not (found := Path(harness.__file__ or "").resolve()).is_relative_to(root):
+            raise ImportError(f"harness came from {found}, not from {root}")
+        cell_tools()  # a version that is broken is told of once, not in every cell
+        torch.set_num_threads(hello["threads"])
+        if hello["allowed"] is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (hello["allowed"], resource.RLIM_INFINITY))
+    except BaseException as failure:
+        return {"refused": _reason(failure), "protocol": PROTOCOL}
+    return {"ready": os.getpid(), "protocol": PROTOCOL}
 
 
 def main() -> None:
@@ -167,19 +155,23 @@ def main() -> None:
     faulthandler.enable()
     for handle in (requests, answers):
         os.set_inheritable(handle, False)
+    sys.path.insert(0, str(root))
+    try:
+        from harness.workers.channel import receive, send
+    except BaseException as failure:  # no way to answer: the parent shows what is printed
+        sys.exit(_reason(failure))
     hello = receive(requests)
     if hello is None:
         return
-    try:
-        settle(root, hello)
-    except BaseException as failure:
-        send(answers, {"refused": _told(failure)})
-        return
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # a collection within a sample is noise; `build` collects
-    send(answers, {"ready": os.getpid()})
-    serve(requests, answers)
+    greeting = answer_hello(root, hello)
+    if "ready" in greeting:
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # a collection within a sample is noise; `build` collects
+    send(answers, greeting)
+    server = Server()
+    while "ready" in greeting and (request := receive(requests)) is not None:
+        send(answers, server.answer(request))
     sys.stdout.flush()
     os._exit(0)
 

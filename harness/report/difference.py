@@ -8,8 +8,8 @@ import pandas as pd
 from rich.console import Console
 from rich.text import Text
 
-from harness.gate.difference import WEIGHTS, Difference, Row, other_kernel
-from harness.gate.findings import METRICS
+from harness.gate.difference import WEIGHTS, Difference, other_kernel
+from harness.gate.findings import METRICS, CellRow
 from harness.report import story
 from harness.report.page import Run
 from harness.report.summary import judge
@@ -145,7 +145,7 @@ def _runs(runs: tuple[Run, Run]) -> list[str]:
     ] + matched
 
 
-def _speed(row: Row) -> str:
+def _speed(row: CellRow) -> str:
     return f"{ratio(row['latency_ratio'])} ({interval(row['latency_ratio_lo'], row['latency_ratio_hi'])})"
 
 

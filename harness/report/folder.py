@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from harness import store
-from harness.gate.exact import suite_name
+from harness.gate.baseline import suite_name
 from harness.kernels.names import is_plugin
 from harness.record import Record
 from harness.report.benchmark_file import write_benchmarks

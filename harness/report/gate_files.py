@@ -4,13 +4,13 @@ import json
 import math
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness import store
-from harness.gate.findings import Finding, Outcome, TimingSettings, TimingVerdict
+from harness.gate.findings import Finding, GateOutcome, TimingVerdict
 from harness.report.gate_text import gate_markdown
 from harness.text import plain
 
@@ -21,7 +21,7 @@ from harness.text import plain
 WHOLE_RUN, WHOLE_NIGHT = "the whole run", "the whole night"
 
 
-def junit_xml(outcome: Outcome) -> str:
+def junit_xml(outcome: GateOutcome) -> str:
     suites = [_exact(outcome)] if outcome.cells or outcome.findings else []
     if outcome.timing:
         suites.append(_timing(outcome))
@@ -31,7 +31,7 @@ def junit_xml(outcome: Outcome) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _exact(outcome: Outcome) -> ET.Element:
+def _exact(outcome: GateOutcome) -> ET.Element:
     findings: dict[str, list[Finding]] = defaultdict(list)
     for finding in outcome.findings:
         findings[finding.case_id].append(finding)
@@ -48,7 +48,7 @@ def _exact(outcome: Outcome) -> ET.Element:
     return _suite(outcome, "exact", cases)
 
 
-def _timing(outcome: Outcome) -> ET.Element:
+def _timing(outcome: GateOutcome) -> ET.Element:
     cases = []
     for verdict in outcome.timing:
         case = _case(outcome, "timing", verdict.case_id, seconds=verdict.seconds)
@@ -65,7 +65,7 @@ def _timing(outcome: Outcome) -> ET.Element:
     return _suite(outcome, "timing", cases)
 
 
-def _suite(outcome: Outcome, part: str, cases: list[ET.Element]) -> ET.Element:
+def _suite(outcome: GateOutcome, part: str, cases: list[ET.Element]) -> ET.Element:
     counts = {
         "tests": len(cases),
         "failures": sum(case.find("failure") is not None for case in cases),
@@ -90,7 +90,7 @@ def _totals(suites: list[ET.Element]) -> dict[str, str]:
     return {**totals, "time": f"{sum(float(suite.get('time', '0')) for suite in suites):.3f}"}
 
 
-def _case(outcome: Outcome, part: str, name: str, *, seconds: float = 0.0) -> ET.Element:
+def _case(outcome: GateOutcome, part: str, name: str, *, seconds: float = 0.0) -> ET.Element:
     # A dot in a class name makes a package of what stands before it.
     classname = f"gate.{plain(outcome.suite).replace('.', '_')}.{part}"
     return ET.Element("testcase", name=plain(name), classname=classname, time=f"{seconds:.3f}")
@@ -128,43 +128,16 @@ def remove_outputs(folder: Path) -> None:
         (Path(folder) / name).unlink(missing_ok=True)
 
 
-def write_outputs(
-    folder: Path,
-    *,
-    suite: str,
-    findings: Sequence[Finding] = (),
-    timing: Sequence[TimingVerdict] = (),
-    base: str | None = None,
-    head: str | None = None,
-    strict: bool = False,
-    settings: TimingSettings | None = None,
-    left_out: Sequence[str] = (),
-) -> Outcome:
-    """`base` and `head` say in words what was compared ("commit 1a2b3c4", "the working tree"). A folder without records
-    was timed alone: then the cells are those of `timing`."""
-    folder = Path(folder)
-    cells = [record.case_id for record in store.read_records(folder)] if (folder / store.RECORDS).exists() else []
-    outcome = Outcome(
-        suite,
-        tuple(cells),
-        tuple(findings),
-        tuple(timing),
-        base=base,
-        head=head,
-        strict=strict,
-        settings=settings,
-        left_out=tuple(left_out),
-    )
+def write_outputs(folder: Path, outcome: GateOutcome) -> None:
     for name, text in (
         (MARKDOWN, gate_markdown(outcome)),
         (JUNIT, junit_xml(outcome)),
         (JSON, gate_json(outcome)),
     ):
-        store.write_atomically(folder / name, text.encode())
-    return outcome
+        store.write_atomically(Path(folder) / name, text.encode())
 
 
-def gate_json(outcome: Outcome) -> str:
+def gate_json(outcome: GateOutcome) -> str:
     document = {
         "suite": outcome.suite,
         "passed": outcome.passed,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from harness.gate.findings import Finding, Outcome, TimingSettings, TimingVerdict
+from harness.gate.findings import Finding, GateOutcome, TimingSettings, TimingVerdict
 from harness.report.markdown import code, table_of, text
 from harness.text import ABSENT, milliseconds, plain, plural
 
@@ -18,7 +18,7 @@ MOST_ROWS = 50
 TITLES = ("verdict", "cell", "change", "interval", "smallest seen", "base ms", "head ms", "why")
 
 
-def gate_markdown(outcome: Outcome) -> str:
+def gate_markdown(outcome: GateOutcome) -> str:
     parts = [f"# Gate {text(outcome.suite)}: {outcome.word}", "  \n".join(_counts(outcome))]
     if outcome.failing:
         parts += ["## Got worse", *_findings(outcome.failing)]
@@ -43,7 +43,7 @@ def gate_markdown(outcome: Outcome) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _counts(outcome: Outcome) -> list[str]:
+def _counts(outcome: GateOutcome) -> list[str]:
     lines = []
     if outcome.cells or outcome.findings:
         failing, notes = len(outcome.failing), len(outcome.notes)
@@ -109,7 +109,7 @@ STYLES = {"regression": "red", "inconclusive": "yellow", "improvement": "cyan", 
 WORDS = {"FAIL": "bold red", "INCONCLUSIVE": "bold yellow", "PASS": "bold green"}
 
 
-def print_timing(outcome: Outcome, console: Console, *, written: bool) -> None:
+def print_timing(outcome: GateOutcome, console: Console, *, written: bool) -> None:
     """All cells where nothing is `written` that has the others."""
     interesting = outcome.timed("regression", "improvement", "inconclusive")
     versions = f"{plain(outcome.base)} -> {plain(outcome.head)}"
@@ -146,7 +146,7 @@ def _lines(one: TimingVerdict) -> list[Text]:
     ]
 
 
-def _last_line(outcome: Outcome) -> Text:
+def _last_line(outcome: GateOutcome) -> Text:
     """What is not known is said in the last line, where nobody misses it."""
     counts = outcome.counts
     told = ", ".join(f"{counts[name]} {name}" for name in STYLES if counts[name])

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.gate.exact import Finding
+from harness.gate.findings import Finding
 from harness.record import FAILING
 from harness.report import story
 from harness.report.summary import judge, not_ok, summarise

@@ -14,8 +14,9 @@ import harness
 from harness import store
 from harness.__main__ import main
 from harness.errors import BadInput
-from harness.gate.difference import Difference, compare_runs, severity
-from harness.record import COLUMNS, STATUSES, Record
+from harness.gate.difference import Difference, compare_runs
+from harness.gate.exact import exact_findings
+from harness.record import COLUMNS, STATUS_SEVERITY, STATUSES, Record
 from harness.report.difference import changes, counts_line, csv, environment_lines, mark_of, markdown, print_differences
 from harness.report.page import read_run, write_own_page
 from harness.report.terminal import print_entry
@@ -43,10 +44,21 @@ def test_statuses_get_worse_or_better_or_neither():
     cells = {cell.case_id.split("-")[4]: cell for cell in compare_runs(before, after)}
     for a, b in pairs:
         cell = cells[f"{a}_{b}"]
-        assert cell.worse == (severity(b) > severity(a))
-        assert cell.better == (severity(b) < severity(a))
+        assert cell.worse == (STATUS_SEVERITY[b] > STATUS_SEVERITY[a])
+        assert cell.better == (STATUS_SEVERITY[b] < STATUS_SEVERITY[a])
         assert cell.status_changed == cell.found == (a != b)
-    assert severity("ok") < severity("degraded") < severity("unsupported") < severity("mismatch") == severity("oom")
+    ok, degraded, unsupported, mismatch, *no_result = sorted(STATUSES, key=lambda status: STATUS_SEVERITY[status])
+    assert (ok, degraded, unsupported, mismatch) == ("ok", "degraded", "unsupported", "mismatch")
+    assert STATUS_SEVERITY[ok] < STATUS_SEVERITY[degraded] < STATUS_SEVERITY[unsupported] < STATUS_SEVERITY[mismatch]
+    assert {STATUS_SEVERITY[status] for status in no_result} == {STATUS_SEVERITY[mismatch] + 1}
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.permutations(STATUSES, 2)))
+def test_the_gate_and_compare_agree_on_what_is_worse(a: str, b: str):
+    before, after = store.table([record(status=a)]), store.table([record(status=b)])
+    (cell,) = compare_runs(before, after)
+    (finding,) = [each for each in exact_findings(after, before) if each.kind == "status"]
+    assert finding.fails == cell.worse
 
 
 @pytest.mark.parametrize("column", ["params", "kv_cache_bytes", "kv_bytes_per_token"])

@@ -16,7 +16,7 @@ from rich.console import Console
 from harness.__main__ import main
 from harness.case import Case
 from harness.gate import sampling
-from harness.gate.findings import Outcome, TimingSettings
+from harness.gate.findings import GateOutcome, TimingSettings
 from harness.gate.process import Died, Process, Refused
 from harness.gate.timing import TimingError, judge_times
 from harness.gate.versions import (
@@ -180,12 +180,11 @@ def test_the_default_base_is_the_baselines_commit(tmp_path: Path) -> None:
 
 
 def test_a_process_runs_the_harness_of_its_own_tree(tmp_path: Path) -> None:
-    broken = tmp_path / "harness"
-    broken.mkdir()
-    (broken / "__init__.py").write_text("raise ImportError('this is the other tree')\n")
-    process = Process(Version("other", tmp_path), threads=1, allowed=None, path=[str(ROOT), *PACKAGES])
+    raising = ("__init__.py", "import importlib", "raise ImportError('this is the other tree')")
+    other = copy_of_harness(tmp_path, raising)
+    process = Process(other, threads=1, allowed=None, path=[str(ROOT), *PACKAGES])
     try:
-        with pytest.raises(Refused, match="this is the other tree"):
+        with pytest.raises(Died, match="exit code 1; it said: ImportError: this is the other tree"):
             process.greet()
     finally:
         process.kill()
@@ -193,16 +192,14 @@ def test_a_process_runs_the_harness_of_its_own_tree(tmp_path: Path) -> None:
 
 def test_a_version_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "PROCESSES", 2)
-    (tmp_path / "harness").mkdir()
-    (tmp_path / "harness" / "__init__.py").write_text("import no_such_module_at_all\n")
-    broken = folder_version(tmp_path)
+    broken = copy_of_harness(tmp_path, ("case.py", "from ", "import no_such_module_at_all\nfrom "))
     with pytest.raises(TimingError, match=r"the base cannot be timed.*no_such_module_at_all"):
         judge_times(broken, broken, [cell("mha")], TimingSettings())
 
 
 def test_a_version_that_lacks_what_a_cell_needs_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "PROCESSES", 1)
-    old = copy_of_harness(tmp_path / "old", ("measure.py", "def timed_call(", "def timed_call_of_another_name("))
+    old = copy_of_harness(tmp_path / "old", ("cell/measure.py", "def timed_call(", "def timed_call_of_another_name("))
     with pytest.raises(TimingError, match=r"the base cannot be timed.*timed_call"):
         judge_times(old, folder_version(ROOT), [cell("mha"), cell("mqa")], TimingSettings())
 
@@ -234,7 +231,7 @@ SPOILT = f"""\
                     os._exit(7)
 {PREFILL}"""
 LACKING = (
-    "build.py",
+    "cell/build.py",
     "    spec = VARIANTS[case.variant]\n",
     "    spec = VARIANTS[case.variant.replace('mqa', 'none')]\n",
 )
@@ -244,7 +241,7 @@ LACKING = (
 def test_two_versions_are_timed_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "PROCESSES", 2)
     base = copy_of_harness(tmp_path / "base", LACKING)
-    head = copy_of_harness(tmp_path / "head", ("measure.py", PREFILL, SPOILT))
+    head = copy_of_harness(tmp_path / "head", ("cell/measure.py", PREFILL, SPOILT))
     cases = [cell("mha"), cell("mqa"), cell("gqa")]
     told: list[tuple[int, str]] = []
     found = judge_times(base, head, cases, TimingSettings(seed=1), progress=lambda *step: told.append(step))
@@ -278,9 +275,8 @@ def _children() -> list[str]:
 
 @pytest.mark.slow
 def test_a_process_that_ends_or_hangs_is_told_apart(tmp_path: Path) -> None:
-    harness = copy_of_harness(
-        tmp_path, ("measure.py", PREFILL, f"                import time\n                time.sleep(60)\n{PREFILL}")
-    )
+    sleeping = f"                import time\n                time.sleep(60)\n{PREFILL}"
+    harness = copy_of_harness(tmp_path, ("cell/measure.py", PREFILL, sleeping))
     process = Process(harness, threads=1, allowed=None, path=PACKAGES)
     try:
         process.greet()
@@ -437,7 +433,7 @@ def test_a_run_is_not_ignored_in_silence(
 
 def test_what_is_not_written_is_not_pointed_to(capsys: pytest.CaptureFixture[str]) -> None:
     many = tuple(verdict(f"cell-{at}", "inconclusive") for at in range(SHOWN + 3))
-    outcome = Outcome("\udcff", (), (), many, base="\udcff\x1b[31m", head="b")
+    outcome = GateOutcome("\udcff", (), (), many, base="\udcff\x1b[31m", head="b")
     print_timing(outcome, Console(width=80), written=False)
     output = capsys.readouterr().out
     assert "gate.md" not in output and f"cell-{SHOWN + 2}" in output and "\x1b" not in output
@@ -514,7 +510,26 @@ def test_a_run_is_judged_in_both_parts(
     words = ["gate", str(run), "--baseline", str(baseline), "--base-dir", str(ROOT)]
     assert main([*words]) == 1
     assert "regression" in (run / "gate.md").read_text() and (run / "gate.xml").exists()
+    assert json.loads((run / "gate.json").read_text())["cells"] == 1
     assert "exact" not in capsys.readouterr().err
     fake(monkeypatch, "pass")
     assert main([*words]) == 0
     assert "1 pass" in (run / "gate.md").read_text()
+
+
+def test_a_runs_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, baseline = folder(tmp_path / "run", record()), tmp_path / "baseline"
+    assert main(["gate", str(run), "--baseline", str(baseline), "--accept", "--quiet"]) == 0
+    opened: list[str] = []
+    path_open = Path.open
+
+    def watched(path: Path, *how: Any, **more: Any) -> Any:
+        opened.append(path.name)
+        return path_open(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", watched)
+    fake(monkeypatch, "pass")
+    assert main(["gate", str(run), "--baseline", str(baseline), "--base-dir", str(ROOT), "--quiet"]) == 0
+    for name in ("records.jsonl", "config.yaml", "environment.json", "run.json"):
+        assert opened.count(name) <= 1, name
+    assert opened.count("records.jsonl") == 1

@@ -14,7 +14,7 @@ from harness.case import Case
 from harness.gate import sampling, statistics, timing
 from harness.gate.findings import TimingSettings, TimingVerdict
 from harness.gate.process import Died, Refused
-from harness.gate.sampling import CellFailed, Crew, Plan, Round, Sampler
+from harness.gate.sampling import CellFailed, Plan, Round, Sampler, VersionProcesses
 from harness.gate.statistics import HEAD, NOTHING, TWIN, Estimate, Level, adjust, decide, estimate
 from harness.gate.versions import Version
 
@@ -249,7 +249,7 @@ def test_a_small_slowdown_is_no_regression_however_sure() -> None:
 # ---- the night -------------------------------------------------------------------------------------------------------
 
 
-class Nobody(Crew):
+class Nobody(VersionProcesses):
     """A crew without processes: the sampler is replaced as well."""
 
     def muster(self) -> None:
@@ -276,7 +276,7 @@ def night(
         monkeypatch.setattr(timing, "time", clock)
 
     class Simulated(Sampler):
-        def __init__(self, crew: Crew, case: Case, settings: TimingSettings, **how: object) -> None:
+        def __init__(self, crew: VersionProcesses, case: Case, settings: TimingSettings, **how: object) -> None:
             self.effect = effects[case.seq_len - 1][min(started.setdefault(case.case_id, 0), 1)]
             started[case.case_id] += 1
             self.start = started[case.case_id]
@@ -290,7 +290,7 @@ def night(
             one = times(self.effect, seed=self.chance, rounds=1, noise=noise, layout=layout)[0]
             return Round(one, (1e-3,))
 
-    monkeypatch.setattr(timing, "Crew", Nobody)
+    monkeypatch.setattr(timing, "VersionProcesses", Nobody)
     monkeypatch.setattr(timing, "Sampler", Simulated)
     here = Version("here", Path("/nowhere"))
     return list(timing.judge_times(here, here, cases, SETTINGS))
@@ -466,7 +466,7 @@ def test_one_wild_round_of_three_does_not_confirm() -> None:
     ],
 )
 def test_a_cell_that_fails_has_a_reason(failure: CellFailed, verdict: str, reason: str) -> None:
-    cell = timing._Cell(CASE, failure=failure)
+    cell = timing._CellTimes(CASE, failure=failure)
     (found,) = timing._judge([cell], SETTINGS, LEVEL, seed=0)
     assert found.verdict == verdict
     assert reason in found.reason
@@ -476,7 +476,7 @@ def test_a_cell_that_fails_has_a_reason(failure: CellFailed, verdict: str, reaso
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 
-class Clock(Crew):
+class Clock(VersionProcesses):
     """Processes that answer at once, and note what they were asked."""
 
     def __init__(self, seconds: float) -> None:
@@ -497,7 +497,7 @@ class Clock(Crew):
 TWINS = [("base", 0), ("base", 1), ("head", 0)]
 
 
-def sampler(crew: Crew) -> Sampler:
+def sampler(crew: VersionProcesses) -> Sampler:
     import random
 
     return Sampler(crew, CASE, SETTINGS, chance=random.Random(0))
@@ -599,12 +599,12 @@ class Silent:
 def test_a_process_that_was_not_greeted_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Silent] = []
 
-    def start(self: Crew, side: str) -> Silent:
+    def start(self: VersionProcesses, side: str) -> Silent:
         started.append(Silent(len(started) != 1))  # the second does not answer
         return started[-1]
 
-    monkeypatch.setattr(Crew, "_start", start)
-    crew = Crew(Version("b", Path("/b")), Version("h", Path("/h")), SETTINGS)
+    monkeypatch.setattr(VersionProcesses, "_start", start)
+    crew = VersionProcesses(Version("b", Path("/b")), Version("h", Path("/h")), SETTINGS)
     with pytest.raises(CellFailed, match="does not start: exit code 1"):
         crew.muster()
     assert [each.killed for each in started] == [False] + [True] * (2 * sampling.PROCESSES - 1)
@@ -635,7 +635,7 @@ def test_a_head_that_refused_is_replaced_and_a_base_is_not() -> None:
 
 def test_a_users_file_is_each_versions_own_inside_the_tree(tmp_path: Path) -> None:
     head, base = tmp_path / "head", tmp_path / "base"
-    crew = Crew(Version("base", base), Version("head", head), SETTINGS)
+    crew = VersionProcesses(Version("base", base), Version("head", head), SETTINGS)
     inside, outside = head / "kernels" / "mine.py", tmp_path / "mine.py"
     assert crew.kernel(f"{inside}:fast", "base") == f"{base / 'kernels' / 'mine.py'}:fast"
     assert crew.kernel(f"{inside}:fast", "head") == f"{inside}:fast"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness import store
 from harness.__main__ import main
 from harness.gate.baseline import accept
-from harness.gate.findings import Finding, Outcome, TimingVerdict
+from harness.gate.findings import Finding, GateOutcome, TimingVerdict
 from harness.report.gate_files import WHOLE_NIGHT, WHOLE_RUN, gate_json, junit_xml, write_outputs
 from harness.report.gate_text import MOST_ROWS as SHOWN
 from harness.report.gate_text import gate_markdown
@@ -33,8 +33,8 @@ def verdict(case_id: str = "a", word: Any = "pass", **values: Any) -> TimingVerd
     return TimingVerdict(case_id=case_id, verdict=word, **(numbers | values))
 
 
-def outcome(*findings: Finding, timing: tuple[TimingVerdict, ...] = (), **values: Any) -> Outcome:
-    return Outcome(**({"suite": "smoke", "cells": ("a", "b"), "findings": findings, "timing": timing} | values))
+def outcome(*findings: Finding, timing: tuple[TimingVerdict, ...] = (), **values: Any) -> GateOutcome:
+    return GateOutcome(**({"suite": "smoke", "cells": ("a", "b"), "findings": findings, "timing": timing} | values))
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ REQUIRED = {
 }
 
 
-def junit(one: Outcome) -> ET.Element:
+def junit(one: GateOutcome) -> ET.Element:
     root = ET.fromstring(junit_xml(one).encode())
     assert root.tag == "testsuites"
     for element in root.iter():
@@ -171,7 +171,7 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     widths = {line.replace("\\|", "").count("|") for line in rows}
     assert widths == {4, 9}  # of three columns and of eight: no row was broken
     assert json.loads(gate_json(one))["findings"][0]["message"] == HOSTILE
-    write_outputs(tmp_path, suite=HOSTILE, findings=one.findings, timing=one.timing, base=HOSTILE, head=HOSTILE)
+    write_outputs(tmp_path, one)
     assert ET.parse(tmp_path / "gate.xml").getroot().get("failures") == "2"
 
 
@@ -213,8 +213,8 @@ def test_json_is_strict() -> None:
 
 def test_the_files_are_written_into_the_runs_folder(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", record("a"), record("b"))
-    one = write_outputs(run, suite="smoke", findings=[GREW], timing=[verdict("a")], base="x", head="y")
-    assert one.cells == ("a", "b")
+    one = outcome(GREW, timing=(verdict("a"),), base="x", head="y")
+    write_outputs(run, one)
     assert not one.passed
     assert "# Gate smoke: FAIL" in (run / "gate.md").read_text()
     assert ET.parse(run / "gate.xml").getroot().get("tests") == "4"  # the run, a, b; and a's time
@@ -222,7 +222,8 @@ def test_the_files_are_written_into_the_runs_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_holds_timing_alone(tmp_path: Path) -> None:
-    one = write_outputs(tmp_path, suite="smoke", timing=[verdict("a")])
+    one = outcome(timing=(verdict("a"),), cells=())
+    write_outputs(tmp_path, one)
     assert not (tmp_path / store.RECORDS).exists()
     assert one.passed
     assert [suite.get("name") for suite in ET.parse(tmp_path / "gate.xml").getroot()] == ["gate smoke timing"]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from harness import store
 from harness.__main__ import main
 from harness.errors import BadInput
-from harness.gate.exact import Finding
-from harness.gate.findings import TimingVerdict
+from harness.gate.findings import Finding, GateOutcome, TimingVerdict
 from harness.record import COLUMNS
 from harness.report import figure
 from harness.report.gate_files import write_outputs
@@ -429,7 +428,8 @@ def test_what_a_gate_wrote_beside_the_run_is_shown(tmp_path: Path):
         case_id, "regression", 0.08, 0.06, 0.1, 0.04, 0.0, -0.01, 0.01, 1e-6, 1e-5, 96, 2.0, True, 1.0, 1.08, 1.0,
         "8.0% slower <script>alert(1)</script>",
     )  # fmt: skip
-    write_outputs(folder, suite="small", findings=[Finding(case_id, "params", "1 -> 2", True)], timing=[slower])
+    finding = Finding(case_id, "params", "1 -> 2", True)
+    write_outputs(folder, GateOutcome("small", (case_id,), (finding,), (slower,)))
     page = build_page([read_run(folder)])
     assert "FAIL, 1 failing" in page and "0 of 1 cell pass" in page
     assert "8.0% slower &lt;script&gt;" in page and "<script>alert(1)" not in page

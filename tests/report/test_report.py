@@ -12,7 +12,7 @@ from rich.console import Console
 from harness import report, store
 from harness import text as fmt
 from harness.environment import Environment
-from harness.gate.exact import Finding
+from harness.gate.findings import Finding
 from harness.record import Record
 from harness.report import story
 from harness.report.folder import measured_share

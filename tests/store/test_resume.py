@@ -265,12 +265,12 @@ def test_a_file_cut_at_the_end_of_a_line_is_not_silently_shorter(
 ) -> None:
     frame = run("c.yaml", OUT, executor=MadeUp(), command=["run", "c.yaml"])
     baseline.accept(OUT, Path("baseline"))
-    assert not any(finding.fails for finding in exact.gate(OUT, Path("baseline")))
+    assert not any(finding.fails for finding in exact.gate(baseline.read_gated_run(OUT), Path("baseline")))
     (OUT / store.RECORDS).write_bytes(b"".join(records_lines()[:-1]))
     lost = frame["case_id"].iloc[-1]
     assert harness.load(OUT).attrs["missing"] == [lost]
     assert f"out is incomplete: 5 of 6 cells; missing: {lost}" in caplog.text
-    failing = [finding for finding in exact.gate(OUT, Path("baseline")) if finding.fails]
+    failing = [finding for finding in exact.gate(baseline.read_gated_run(OUT), Path("baseline")) if finding.fails]
     assert ("", "incomplete") in {(finding.case_id, finding.kind) for finding in failing}
     with pytest.raises(GateError, match="5 of 6 cells"):
         baseline.accept(OUT, Path("baseline"))
@@ -321,7 +321,7 @@ def test_the_manifest_says_what_ran() -> None:
     run("c.yaml", OUT, executor=MadeUp(), shard=(2, 4), command=["run", "c.yaml"])
     data = json.loads((OUT / "run.json").read_text())
     assert (data["suite"], data["seed"], data["shard"], data["cells"]) == ("tiny", 0, [2, 4], 2)
-    assert data["config_sha256"] == baseline.config_hash(OUT)
+    assert data["config_sha256"] == baseline.read_gated_run(OUT).config_sha256
     assert data["kernels"] == {"eager": "mine.py sha256:1111"}
     assert len(data["case_ids"]) == 6
 

@@ -10,8 +10,9 @@ import pandas as pd
 from harness import store
 from harness.environment import Environment
 from harness.errors import BadInput
-from harness.gate.exact import Finding, gate
-from harness.gate.findings import TimingVerdict
+from harness.gate.baseline import read_gated_run
+from harness.gate.exact import gate
+from harness.gate.findings import Finding, TimingVerdict
 from harness.record import Record
 from harness.report.folder import told
 from harness.report.gate_files import JSON
@@ -69,7 +70,7 @@ def read_run(
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
         command=_command(stored.manifest),
         notes=tuple(frame.attrs.get("notes", ())),
-        findings=findings if baseline is None else gate(folder, baseline),
+        findings=findings if baseline is None else gate(read_gated_run(folder), baseline),
         timing=timing,
         sensitivity=None if sensitivity is None else read_sensitivity(sensitivity),
         approximate=tuple(record for record in stored.records if record.approximation),

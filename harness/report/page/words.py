@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from harness.environment import Environment
-from harness.gate.exact import Finding
+from harness.gate.findings import Finding
 from harness.record import EQUAL_STATUSES, FAILING
 from harness.report import story
 from harness.report.page.run import Run, Sensitivity
