@@ -21,6 +21,7 @@ from harness.kernels.front import attention
 from harness.swaps import deepseek
 from harness.swaps.converters import Request, SwapError
 from harness.swaps.report import SwappedModule
+from harness.swaps.weights import parameter_count
 
 OPTIONS = deepseek.OPTIONS
 IMPLEMENTATION = "harness"
@@ -283,8 +284,8 @@ class _Attachment:
             name=names[0],
             was=type(module).__name__,
             became=f"{type(now).__name__} [{kernel.name}]",
-            params_before=sum(p.numel() for p in module.parameters()),
-            params_after=sum(p.numel() for p in now.parameters()),
+            params_before=parameter_count(module),
+            params_after=parameter_count(now),
             counter=counter,
             undo=lambda: self._undo(module),
         )

@@ -33,7 +33,7 @@ from harness.models.verify.metering import Meters, attach_meters
 from harness.models.verify.result import STEPS, Budget, Status, Verification, VerifyStep
 from harness.models.verify.subject import Load, subject
 from harness.swaps import SwapReport, swap
-from harness.swaps.weights import WeightSource, same_bits
+from harness.swaps.weights import WeightSource, parameter_count, same_bits
 from harness.text import count, plural
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class _Run:
         self.model, self.family = self.read()
         self.model.eval()  # dropout would differ from itself
         library = f"{self.family.library} {metadata.version(self.family.library)}"
-        parameters = parameters_of(self.model)
+        parameters = parameter_count(self.model)
         self.done = replace(self.done, title=self.family.title, library=library, parameters=parameters)
         seconds = time.perf_counter() - started
         dtype = str(dtype_of(self.model)).removeprefix("torch.")
@@ -144,7 +144,7 @@ class _Run:
         self.pair = ModelPair(self.model, swapped, report, self.family, self.seed)
         self.done = replace(self.done, swapped=len(report.swapped))
         problem = problem_of_swap(self.pair, self.structure.attentions)
-        message = (problem or _describe_swap(report, parameters_of(swapped))) + warning
+        message = (problem or _describe_swap(report, parameter_count(swapped))) + warning
         if self.tamper is not None:
             self.tamper(swapped)
         return "failed" if problem else "passed", message
@@ -198,16 +198,11 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line} ({last.filename}:{last.lineno})"
 
 
-def parameters_of(model: nn.Module) -> int:
-    """Tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def problem_of_swap(pair: ModelPair, attentions: int) -> str | None:
     """An attention that was not replaced, or the first weight or buffer that is not, bit for bit, what it was."""
     if len(pair.layers) != attentions:
         return f"{len(pair.layers)} of {attentions} replaced: {', '.join(name or 'the model' for name in pair.layers)}"
-    before, after = parameters_of(pair.original), parameters_of(pair.swapped)
+    before, after = parameter_count(pair.original), parameter_count(pair.swapped)
     if before != after:
         return f"{after:,} parameters instead of {before:,}"
     sources = pair.report.sources()
