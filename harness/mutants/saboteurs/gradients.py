@@ -1,4 +1,4 @@
-"""Right outputs with wrong gradients."""
+"""Right outputs with wrong gradients; dropout where there is none, and done wrongly where there is some."""
 
 from typing import Any
 
@@ -102,10 +102,6 @@ def last_query_gradient_lost(q: Tensor, k: Tensor, v: Tensor, call: AttentionCal
     """The backward pass walks one query too few: the last row sends nothing back."""
     out, weights = attend(q, k, v, call)
     return torch.cat((out[..., :-1, :], out[..., -1:, :].detach()), dim=-2), weights
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Dropout where there is none, and dropout done wrongly where there is some.
 
 
 @in_kernel()

@@ -1,4 +1,4 @@
-"""Wrong softmaxes."""
+"""Wrong softmaxes, and wrong factors on the scores."""
 
 from dataclasses import replace
 
@@ -137,10 +137,6 @@ def weights_returned_unnormalised(q: Tensor, k: Tensor, v: Tensor, call: Attenti
     out, _ = attend(q, k, v, call)
     _, unnormalised = attend(q, k, v, call, normalise=exponentials)
     return out, unnormalised
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Wrong factors on the scores.
 
 
 def _as_bfloat16(scale: float) -> float:
