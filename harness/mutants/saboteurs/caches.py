@@ -7,7 +7,7 @@ from torch import Tensor
 
 from harness.case import Case
 from harness.cell.build import Pair
-from harness.mutants.saboteurs.reach import context, decoded, keeps_values, visible
+from harness.mutants.saboteurs.reach import both, context, decoded, keeps_values, visible
 from harness.mutants.saboteurs.saboteur import in_class
 from harness.variants.cache import KVCache
 
@@ -57,11 +57,7 @@ class _StaleRow(_AtSteps):
         return tuple(held[:, :, -1:].clone() for held in self.streams())
 
 
-def _sees_decoded_values(case: Case) -> bool:
-    return keeps_values(case) and _sees_decoded_rows(case)
-
-
-@in_cache("cache_keeps_keys_without_values", applies=_sees_decoded_values)
+@in_cache("cache_keeps_keys_without_values", applies=both(keeps_values, _sees_decoded_rows))
 class _StaleValues(_AtSteps):
     """The new key is written, the new value is not."""
 
@@ -113,11 +109,10 @@ class _ReversedValues(KVCache):
         return super().append(*streams) if len(streams) == 1 else super().append(streams[0], streams[1].flip(2))
 
 
-def _sees_last_prefilled_row(case: Case) -> bool:
-    return _decode_sees(case, torch.arange(case.seq_len) == context(case) - 1)
-
-
-@in_cache("cache_grows_one_row_short", applies=_sees_last_prefilled_row)
+@in_cache(
+    "cache_grows_one_row_short",
+    applies=lambda case: _decode_sees(case, torch.arange(case.seq_len) == context(case) - 1),
+)
 class _GrowsShort(KVCache):
     """Growing behind the prompt copies one row too few."""
 
@@ -132,11 +127,7 @@ class _GrowsShort(KVCache):
         return held
 
 
-def _decodes_a_batch(case: Case) -> bool:
-    return bool((visible(case)[1:].any(-1) & decoded(case)).any())
-
-
-@in_cache("cache_of_first_in_batch", applies=_decodes_a_batch)
+@in_cache("cache_of_first_in_batch", applies=lambda case: bool((visible(case)[1:].any(-1) & decoded(case)).any()))
 class _FirstOfBatch(_AtSteps):
     """Every sequence of a batch reads the cache of the first: the page table is not indexed by the batch."""
 
@@ -144,11 +135,11 @@ class _FirstOfBatch(_AtSteps):
         return tuple(stream[:1].expand_as(stream) for stream in held)
 
 
-def _is_wider_than_bfloat16(case: Case) -> bool:
+def _decodes_in_more_bits(case: Case) -> bool:
     return case.phase == "decode" and case.dtype != "bfloat16" and bool(visible(case).any())
 
 
-@in_cache("cache_in_bfloat16", applies=_is_wider_than_bfloat16)
+@in_cache("cache_in_bfloat16", applies=_decodes_in_more_bits)
 class _InBfloat16(KVCache):
     """Keys and values are rounded to bfloat16 on their way into the cache, whatever the model's dtype."""
 

@@ -11,7 +11,7 @@ from harness.case import Case
 from harness.cell.build import Pair
 from harness.kernels.front import attention
 from harness.mutants.saboteurs.blocks import become_part, in_latent
-from harness.mutants.saboteurs.reach import absorbed, chooses, expanded, is_latent, visible
+from harness.mutants.saboteurs.reach import absorbed, both, chooses, expanded, is_latent, visible
 from harness.mutants.saboteurs.saboteur import in_class, in_module
 from harness.variants.mla import MultiHeadLatentAttention
 
@@ -63,11 +63,7 @@ class _NormBeforeSplit(MultiHeadLatentAttention):
         return torch.cat(((latent / size * self.kv_a_norm.weight).unsqueeze(1), k_pe), dim=-1)
 
 
-def _has_query_norm(case: Case) -> bool:
-    return is_latent(case) and case.q_lora_rank is not None and chooses(case)
-
-
-@in_module(applies=_has_query_norm)
+@in_module(applies=both(is_latent, lambda case: case.q_lora_rank is not None, chooses))
 def query_norm_missing(pair: Pair) -> None:
     """q_a_layernorm forgotten between the two query projections."""
     become_part(pair, "q_a_norm", _NoNorm)
@@ -102,11 +98,9 @@ class _ValueBiasEverywhere(MultiHeadLatentAttention):
         return right if bool((right == whole).all()) else whole
 
 
-def _absorbed_scores_matter(case: Case) -> bool:
-    return chooses(case, absorbed(case)) and case.kv_lora_rank != case.head_dim
-
-
-@in_latent("absorb_scaled_by_rank", applies=_absorbed_scores_matter)
+@in_latent(
+    "absorb_scaled_by_rank", applies=lambda case: chooses(case, absorbed(case)) and case.kv_lora_rank != case.head_dim
+)
 class _ScaleOfLatent(MultiHeadLatentAttention):
     """SDPA's default scale in latent space: (r + R)^-1/2 where the heads' (N + R)^-1/2 is meant."""
 
@@ -114,11 +108,7 @@ class _ScaleOfLatent(MultiHeadLatentAttention):
         return super()._attend_latents(q_nope, q_pe, latent, rules | {"scale": latent.shape[-1] ** -0.5})
 
 
-def _absorbs(case: Case) -> bool:
-    return bool((visible(case).any(-1) & absorbed(case)).any())
-
-
-@in_latent("absorb_values_by_key_projection", applies=_absorbs)
+@in_latent("absorb_values_by_key_projection", applies=lambda case: bool((visible(case).any(-1) & absorbed(case)).any()))
 class _ValuesUpByKeys(MultiHeadLatentAttention):
     """W_UK in the place of W_UV: rows of kv_b taken from the top of each head."""
 
@@ -150,11 +140,10 @@ class _RopeKeyOfFirstHead(MultiHeadLatentAttention):
         return torch.where(of_first | is_nope, k, 0), v
 
 
-def _expands_several_heads(case: Case) -> bool:
-    return case.heads > 1 and bool((visible(case).any(-1) & expanded(case)).any())
-
-
-@in_latent("decompressed_heads_interleaved", applies=_expands_several_heads)
+@in_latent(
+    "decompressed_heads_interleaved",
+    applies=lambda case: case.heads > 1 and bool((visible(case).any(-1) & expanded(case)).any()),
+)
 class _HeadsInnermost(MultiHeadLatentAttention):
     """kv_b's rows read as (N + V, H) where (H, N + V) is meant."""
 

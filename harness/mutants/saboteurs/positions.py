@@ -1,5 +1,8 @@
 """Wrong rotary positions of MLA. RoPE reaches the output through scores alone: some query must see two keys."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -24,10 +27,6 @@ def _has_slow_pairs(case: Case) -> bool:
 
 def _decode_rows_matter(case: Case) -> bool:
     return is_latent(case) and chooses(case, decoded(case))
-
-
-def _positions_round(case: Case) -> bool:
-    return is_latent(case) and chooses(case, torch.arange(case.seq_len) > EXACT_IN_BFLOAT16)
 
 
 @in_latent("rope_half_split", applies=_has_slow_pairs)
@@ -64,16 +63,22 @@ class _QueryOneAheadInDecode(MultiHeadLatentAttention):
         return super()._queries(x, start + 1 if start else 0)
 
 
+@contextmanager
+def _without_rope(module: MultiHeadLatentAttention) -> Iterator[None]:
+    rope, module.rope = module.rope, None
+    try:
+        yield
+    finally:
+        module.rope = rope
+
+
 @in_latent("rope_on_query_only", applies=_scores_matter)
 class _QueryOnly(MultiHeadLatentAttention):
     """The shared key k_pe goes into the cache as it is: scores depend on the query's position, not the distance."""
 
     def _latents(self, x: Tensor, start: int) -> Tensor:
-        rope, self.rope = self.rope, None
-        try:
+        with _without_rope(self):
             return super()._latents(x, start)
-        finally:
-            self.rope = rope
 
 
 @in_latent("rope_on_the_wrong_part", applies=_scores_matter)
@@ -81,21 +86,23 @@ class _RopeChannelsFirst(MultiHeadLatentAttention):
     """The first R channels of each query head are turned; the last R are the ones meant."""
 
     def _queries(self, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        rope, self.rope = self.rope, None
-        try:
+        with _without_rope(self):
             q = torch.cat(super()._queries(x, start), dim=-1)
-        finally:
-            self.rope = rope
         q_pe, q_nope = q.split((self.rope_head_dim, self.nope_head_dim), dim=-1)
         return q_nope, self._rotate(q_pe, start)
+
+
+def _set_rope(pair: Pair, make: Callable[[Rope], Rope]) -> None:
+    """Nothing where there is no MLA."""
+    if isinstance(module := attention_of(pair), MultiHeadLatentAttention):
+        assert module.rope is not None
+        module.rope = make(module.rope)
 
 
 @in_module(applies=_has_slow_pairs)
 def rope_theta_of_another_model(pair: Pair) -> None:
     """theta = 500,000 (LLaMA 3) where the weights were trained with 10,000."""
-    if isinstance(module := attention_of(pair), MultiHeadLatentAttention):
-        assert module.rope is not None
-        module.rope = Rope(module.rope.dim, 500_000.0)
+    _set_rope(pair, lambda right: Rope(right.dim, 500_000.0))
 
 
 class _RoundedPositions(Rope):
@@ -105,9 +112,7 @@ class _RoundedPositions(Rope):
         return cos[at], sin[at]
 
 
-@in_module(applies=_positions_round)
+@in_module(applies=lambda case: is_latent(case) and chooses(case, torch.arange(case.seq_len) > EXACT_IN_BFLOAT16))
 def rope_positions_in_bfloat16(pair: Pair) -> None:
     """Position ids cast to the model's dtype: from 257 on, neighbours in bfloat16 stand at the same place."""
-    if isinstance(module := attention_of(pair), MultiHeadLatentAttention):
-        assert module.rope is not None
-        module.rope = _RoundedPositions(module.rope.dim, module.rope.theta)
+    _set_rope(pair, lambda right: _RoundedPositions(right.dim, right.theta))

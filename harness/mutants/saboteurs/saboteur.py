@@ -7,8 +7,9 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +114,21 @@ def in_kernel(*, applies: Applies = everywhere, shielded: bool = True) -> Callab
 
         SABOTEURS.add(name, Saboteur(name, _bug(run), applies, kernel=kernel))
         return run
+
+    return register
+
+
+def in_step(step: str, *, applies: Applies = everywhere) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """A wrong step of `attend`: score, normalise, drop or mix."""
+
+    def register(wrong: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @in_kernel(applies=applies)
+        @wraps(wrong)
+        def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+            steps: dict[str, Any] = {step: wrong}
+            return attend(q, k, v, call, **steps)
+
+        return wrong
 
     return register
 
