@@ -20,7 +20,7 @@ from harness.case import Case
 from harness.cell.build import ContractBroken
 from harness.cell.rule import SEVERITY, Equivalence
 from harness.kernels.call import Kernel, Unsupported
-from harness.mutants.study import Cell
+from harness.mutants.study import StudiedCell
 from harness.suite.config import load_suite
 from harness.suite.schema import REGIMES
 from harness.variants import masks
@@ -114,11 +114,11 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 def _cell_runs(case: Case, seed: int, kernels: Sequence[Kernel] | None) -> list[Run]:
     torch.set_num_threads(1)
     kernels = [HONEST[name] for name in HONEST] if kernels is None else kernels
-    cell = Cell(case, seed=seed, regimes=REGIMES)
+    cell = StudiedCell(case, seed=seed, regimes=REGIMES)
     return [_run(cell, seed, kernel) for kernel in kernels]
 
 
-def _run(cell: Cell, seed: int, kernel: Kernel) -> Run:
+def _run(cell: StudiedCell, seed: int, kernel: Kernel) -> Run:
     case = cell.case
     blank = Run(kernel.name, case.case_id, case.variant, case.mask, case.phase, case.dtype, seed, "unsupported")
     try:

@@ -21,7 +21,7 @@ from harness.cell.referee import fast_path_off, outputs, source_of
 from harness.cell.state import preserved
 from harness.mutants.result import KILLED
 from harness.mutants.saboteurs.saboteur import Saboteur, load_all
-from harness.mutants.study import Cell, right_problem, try_saboteur
+from harness.mutants.study import StudiedCell, right_problem, try_saboteur
 from harness.registry import Registry
 from harness.suite.config import load_suite
 from harness.suite.schema import REGIMES
@@ -106,7 +106,7 @@ def flash_attention(t: Compared) -> bool:
     return bool(error <= allowed + atol)
 
 
-def compared(cell: Cell, pair: Pair) -> Iterator[Compared]:
+def compared(cell: StudiedCell, pair: Pair) -> Iterator[Compared]:
     """Output, and in training cells all gradients, under plain inputs; as their tests call it, nothing is watched."""
     expected = cell.referee.expected(REGIME)
     assert expected is not None, f"{REGIME} applies to every cell"
@@ -121,7 +121,7 @@ def compared(cell: Cell, pair: Pair) -> Iterator[Compared]:
         yield Compared(candidate, references[0], goldens[0], name.startswith("grad "))
 
 
-def passes(cell: Cell, pair: Pair) -> dict[str, bool]:
+def passes(cell: StudiedCell, pair: Pair) -> dict[str, bool]:
     """By rule. A candidate that raises, or gives another shape, is seen by every test."""
     try:
         tensors = list(compared(cell, pair))
@@ -150,7 +150,7 @@ def rivalry(cases: Iterable[Case], saboteurs: Sequence[Saboteur], *, seed: int =
 
 
 def _cell_rivalry(case: Case, saboteurs: Sequence[Saboteur], seed: int) -> Iterator[Judged]:
-    cell = Cell(case, seed=seed, regimes=REGIMES)
+    cell = StudiedCell(case, seed=seed, regimes=REGIMES)
     applicable = [saboteur for saboteur in saboteurs if saboteur.applies(case)]
     right = passes(cell, cell.pair_with(cell.right.watch.kernel)) | {OURS: right_problem(cell) is None}
     for saboteur in applicable:

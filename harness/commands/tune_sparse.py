@@ -1,11 +1,10 @@
 """`harness tune-sparse`: how much attention can each layer and head of a model leave out?"""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from harness.commands import override
+from harness.commands.verify import model_arguments, stay_offline
 from harness.errors import EQUAL, INTERRUPTED, BadInput
 from harness.models.families.names import family_names
 from harness.text import terminal
@@ -45,15 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--l1", type=float, default=0.07, help="limit of a head's relative L1 by the blocks (0.07)")
     parser.add_argument("--pv-l1", type=float, default=0.08, help="limit with a PV threshold on top (0.08)")
     parser.add_argument("--no-pv", action="store_true", help="look for no PV threshold")
-    parser.add_argument(
-        "--config",
-        metavar="KEY=VALUE",
-        type=override,
-        action="append",
-        default=[],
-        help="override a key of the family's tiny config; the value is YAML; repeat for several",
-    )
-    parser.add_argument("--path", metavar="DIR", type=Path, help="a local checkpoint folder of the family")
+    model_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the calibration inputs (0)")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("tuned.yaml"), help="default: tuned.yaml")
 
@@ -61,9 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     if options.out.exists():
         raise BadInput(f"{options.out} exists already; give another --out or move it")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is loaded: nothing is ever downloaded
-    if options.quiet:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    stay_offline(quiet=options.quiet)
     from harness.models.tuning import file
     from harness.models.tuning.search import tune
     from harness.report.verification import print_layer, print_tuned

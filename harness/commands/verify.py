@@ -78,6 +78,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="for approximate kernels: rel_l1 of each layer's attention (0.07), end_rel_l1 of the output (0.08)",
     )
+    model_arguments(parser)
+    parser.add_argument("--out", metavar="DIR", type=Path, help="the run's folder (default: a new one under results/)")
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="KEY=VALUE",
@@ -87,7 +92,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="override a key of the family's tiny config; the value is YAML; repeat for several",
     )
     parser.add_argument("--path", metavar="DIR", type=Path, help="a local checkpoint folder of the family")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="the run's folder (default: a new one under results/)")
+
+
+def stay_offline(*, quiet: bool) -> None:
+    """Before transformers is loaded: nothing is ever downloaded."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -95,9 +106,7 @@ def execute(options: argparse.Namespace) -> int:
         raise BadInput("--all takes no --config and no --path: they belong to one family")
     if options.tuned and (options.all or options.kernel):
         raise BadInput("--tuned goes without --all, for it belongs to one model, and without --kernel, which it names")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is loaded: nothing is ever downloaded
-    if options.quiet:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    stay_offline(quiet=options.quiet)
     from harness.models.families.family import all_families
 
     console = terminal()
@@ -119,14 +128,14 @@ def execute(options: argparse.Namespace) -> int:
 def verify_all(
     targets: Sequence[str],
     *,
-    kernel: str = "eager",
-    tuned: Path | None = None,
-    budget: Mapping[str, Any] | None = None,
+    kernel: str,
+    tuned: Path | None,
+    budget: Mapping[str, Any],
+    config: Mapping[str, Any],
+    path: Path | None,
+    out: Path | None,
     console: "Console",
-    out: Path | None = None,
-    config: Mapping[str, Any] | None = None,
-    path: Path | None = None,
-    every_layer: bool = False,
+    every_layer: bool,
 ) -> "list[Verification]":
     """One target, or several one after the other: of several, one that cannot be loaded does not stop the rest."""
     import torch
@@ -165,7 +174,9 @@ def verify_all(
         if every_layer or done.approximate:
             print_layers(done, console, every_batch=every_layer)
         found.append(done)
-        folder = folder or _create(out)
+        if folder is None:  # only now: what cannot be loaded leaves no folder behind
+            folder = out or store.new_folder(Path("results"), "verify")
+            folder.mkdir(parents=True, exist_ok=True)
         _write(folder, found, where)  # after each, so that an interrupted run leaves what it found
     assert folder is not None
     print_verdict(found, console, folder=folder)
@@ -173,19 +184,10 @@ def verify_all(
 
 
 def _refuse_taken(out: Path | None) -> None:
-    if out is None:
-        return
-    if out.exists() and not out.is_dir():
+    if out is not None and out.exists() and not out.is_dir():
         raise BadInput(f"{out} is a file; --out needs a folder")
-    if (out / TABLE).exists():
+    if out is not None and (out / TABLE).exists():
         raise BadInput(f"{out} already holds {TABLE} of another run; give another --out or move it")
-
-
-def _create(out: Path | None) -> Path:
-    if out is None:
-        return store.new_folder(Path("results"), "verify")
-    out.mkdir(parents=True, exist_ok=True)
-    return out
 
 
 def _write(folder: Path, found: "Sequence[Verification]", where: environment.Environment) -> None:

@@ -1,4 +1,7 @@
-"""What the study finds: one finding for each saboteur in each cell, and what each cell can see. Nothing is torch."""
+"""What the study gives: a finding for each saboteur in each cell, what each cell can see, and tables and scores of it.
+
+Nothing here imports torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,10 +16,16 @@ MISMATCH, DEGRADED, ERROR = "mismatch", "degraded", "error"
 SURVIVED, NOT_APPLICABLE = "survived", "not applicable"
 # An error is an exception or a broken contract while the wrong candidate ran; all three fail a gate.
 KILLED = (MISMATCH, DEGRADED, ERROR)
+HALF_SCORE = 0.95
+AXES = ("mask", "phase", "dtype", "variant")
+COLUMNS = ("saboteur", "case_id", *AXES, "seq_len", "batch", "outcome", "by", "tensor", "err_ratio", "message",
+           "explanation")  # fmt: skip
+CELL_COLUMNS = ("case_id", *AXES, "problem", "applicable", "killed", "regimes_needed", "mismatch_from", "seen_from",
+                "seconds")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Finding:
+class SaboteurFinding:
     """What became of one saboteur in one cell."""
 
     saboteur: str
@@ -42,7 +51,7 @@ class CellResult:
 
     case: Case
     problem: str | None
-    findings: tuple[Finding, ...]
+    findings: tuple[SaboteurFinding, ...]
     threshold: Threshold | None
     seconds: float
 
@@ -66,18 +75,6 @@ class Study:
     seconds: float
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Frames and scores of a study: what was seen, what was not, and whether that is good enough.
-
-
-HALF_SCORE = 0.95
-AXES = ("mask", "phase", "dtype", "variant")
-COLUMNS = ("saboteur", "case_id", *AXES, "seq_len", "batch", "outcome", "by", "tensor", "err_ratio", "message",
-           "explanation")  # fmt: skip
-CELL_COLUMNS = ("case_id", *AXES, "problem", "applicable", "killed", "regimes_needed", "mismatch_from", "seen_from",
-                "seconds")  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Score:
     applicable: int
@@ -90,7 +87,9 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StudyVerdict:
+    """Whether enough was seen: all in full precision but for what is explained, and HALF_SCORE in half types."""
+
     overall: Score
     full: Score  # float32 and float64
     half: Score
@@ -138,10 +137,7 @@ def scores_by(findings: pd.DataFrame, axis: str) -> dict[str, Score]:
 def survivors(findings: pd.DataFrame) -> pd.DataFrame:
     """The unexplained first, then those that came nearest to being seen last."""
     alive = findings[findings["outcome"] == SURVIVED]
-    explained = alive["explanation"].notna()
-    order = pd.DataFrame({"explained": explained, "err_ratio": alive["err_ratio"]}).sort_values(
-        ["explained", "err_ratio"], kind="stable"
-    )
+    order = alive.assign(explained=alive["explanation"].notna()).sort_values(["explained", "err_ratio"], kind="stable")
     return alive.loc[order.index]
 
 
@@ -170,11 +166,11 @@ def thresholds_frame(cells: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
 
 
-def judge(study: Study) -> Verdict:
+def judge(study: Study) -> StudyVerdict:
     findings = findings_frame(study.cells)
     in_half = findings["dtype"].isin(HALF)
     alive = survivors(findings[~in_half])
-    return Verdict(
+    return StudyVerdict(
         overall=score_of(findings),
         full=score_of(findings[~in_half]),
         half=score_of(findings[in_half]),

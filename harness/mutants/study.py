@@ -1,10 +1,14 @@
-"""The loop over one cell: is the right candidate ok, is every saboteur seen, how small an error is?"""
+"""One cell of the study: is the right candidate ok, is every saboteur seen, and how small an error of the scale?
+
+The right pair and its referee are made once, and shared by every candidate that is tried in the cell.
+"""
 
 import copy
 import dataclasses
 import functools
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 
@@ -20,19 +24,74 @@ from harness.cell.state import preserved
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager
 from harness.kernels.front import find_kernel
-from harness.mutants.result import DEGRADED, ERROR, MISMATCH, NOT_APPLICABLE, SURVIVED, CellResult, Finding, Threshold
+from harness.mutants.result import (
+    DEGRADED,
+    ERROR,
+    MISMATCH,
+    NOT_APPLICABLE,
+    SURVIVED,
+    CellResult,
+    SaboteurFinding,
+    Threshold,
+)
 from harness.mutants.saboteurs.saboteur import Saboteur
 from harness.swaps import VARIANT, swap
 from harness.variants.specs import VARIANTS
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One cell of the study: a right pair and its referee, made once and shared by every candidate that is tried in it.
-
-
+PASSING = ("ok", "skipped")  # skipped: the reference overflows, and nothing can be said
 COUNTS = "counts"  # calls, parameters and cache bytes: what is compared with a formula, not with the reference
+ERRORS = tuple(float(f"1e-{power}") for power in range(1, 9))  # of the scale, largest first
+
+log = logging.getLogger(__name__)
 
 
-class Cell:
+def study_cell(case: Case, saboteurs: Iterable[Saboteur], *, seed: int, regimes: Sequence[str]) -> CellResult:
+    started = time.perf_counter()
+    cell = StudiedCell(case, seed=seed, regimes=regimes)
+    problem = right_problem(cell)
+    if problem is not None:
+        return CellResult(case, problem, (), None, time.perf_counter() - started)
+    findings = tuple(try_saboteur(cell, saboteur) for saboteur in saboteurs)
+    return CellResult(case, None, findings, threshold(cell), time.perf_counter() - started)
+
+
+def right_problem(cell: "StudiedCell") -> str | None:
+    """Why the right candidate does not pass: a cell that cries wolf kills everything, and proves nothing."""
+    found = first_kill("right", cell, cell.right)
+    if found.outcome != SURVIVED:
+        return f"the right candidate is {found.outcome} in {found.by}, {found.tensor}: {found.message}"
+    return None if found.err_ratio is not None else "nothing could be judged: the reference overflows, or none applies"
+
+
+def try_saboteur(cell: "StudiedCell", saboteur: Saboteur) -> SaboteurFinding:
+    if not saboteur.applies(cell.case):
+        return SaboteurFinding(saboteur.name, NOT_APPLICABLE)
+    # Not inside the `try` of first_kill: a saboteur that cannot be built is our bug, not a kill.
+    return first_kill(saboteur.name, cell, cell.sabotaged(saboteur), explanation=saboteur.invisible(cell.case))
+
+
+def first_kill(name: str, cell: "StudiedCell", pair: Pair, *, explanation: str | None = None) -> SaboteurFinding:
+    """Stops at the first verdict that is not ok."""
+    largest: float | None = None
+    try:
+        with closing(cell.examine(pair)) as verdicts:  # stopped early, it must put global state back at once
+            for verdict in verdicts:
+                if verdict.status not in PASSING:
+                    by = f"{verdict.regime}, in float32" if verdict.tensor.endswith(IN_FLOAT32) else verdict.regime
+                    return SaboteurFinding(name, verdict.status, by, verdict.tensor, verdict.err_ratio, verdict.reason)
+                if verdict.err_ratio is not None and not verdict.is_aside:
+                    largest = max(verdict.err_ratio, largest or 0.0)
+    except MemoryError:
+        raise  # the machine's, not the candidate's
+    except Exception as failure:  # a wrong candidate may break in any way; that is seen
+        log.info("%s %s: %r", cell.case.case_id, name, failure)
+        return SaboteurFinding(name, ERROR, type(failure).__name__, message=str(failure).partition("\n")[0])
+    return SaboteurFinding(name, SURVIVED, err_ratio=largest, explanation=explanation)
+
+
+class StudiedCell:
+    """A right pair, its referee, and wrong candidates beside the same reference."""
+
     def __init__(self, case: Case, *, seed: int, regimes: Sequence[str]) -> None:
         self.case, self.seed = case, case.seed(seed)
         self.right = build_pair(case, find_kernel(case.kernel), self.seed)
@@ -92,15 +151,6 @@ class Cell:
             yield TensorVerdict(COUNTS, COUNTS, status, message or "")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The smallest error that a cell sees: the scale of the scores, wrong by ever less.
-#
-# In the first regime alone, the most sensitive one by far: what the others add is not worth six times the work.
-
-
-ERRORS = tuple(float(f"1e-{power}") for power in range(1, 9))  # largest first
-
-
 def scale_off_by(error: float) -> Kernel:
     def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return eager(q, k, v, dataclasses.replace(call, scale=call.scale * (1 + error)))
@@ -108,7 +158,9 @@ def scale_off_by(error: float) -> Kernel:
     return Kernel(f"scale_off_by_{error:g}", run, gives_weights=True, origin="saboteur")
 
 
-def threshold(cell: Cell) -> Threshold:
+def threshold(cell: "StudiedCell") -> Threshold:
+    """In the first regime alone, the most sensitive one by far: what the others add is not worth six times the work."""
+
     def status(error: float) -> str:
         worst = "ok"
         with closing(cell.glance(cell.pair_with(scale_off_by(error)))) as verdicts:
@@ -132,63 +184,5 @@ def smallest_seen(status_of: Callable[[float], str]) -> Threshold:
 
 def _last(holds: Callable[[float], bool]) -> float | None:
     """The last of ERRORS for which it holds."""
-    low, high = 0, len(ERRORS)  # it holds for all before low, and for none from high on
-    while low < high:
-        middle = (low + high) // 2
-        if holds(ERRORS[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return ERRORS[low - 1] if low else None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-PASSING = ("ok", "skipped")  # skipped: the reference overflows, and nothing can be said
-
-log = logging.getLogger(__name__)
-
-
-def study_cell(case: Case, saboteurs: Iterable[Saboteur], *, seed: int, regimes: Sequence[str]) -> CellResult:
-    started = time.perf_counter()
-    cell = Cell(case, seed=seed, regimes=regimes)
-    problem = right_problem(cell)
-    if problem is not None:
-        return CellResult(case, problem, (), None, time.perf_counter() - started)
-    findings = tuple(try_saboteur(cell, saboteur) for saboteur in saboteurs)
-    return CellResult(case, None, findings, threshold(cell), time.perf_counter() - started)
-
-
-def right_problem(cell: Cell) -> str | None:
-    """Why the right candidate does not pass: a cell that cries wolf kills everything, and proves nothing."""
-    found = first_kill("right", cell, cell.right)
-    if found.outcome != SURVIVED:
-        return f"the right candidate is {found.outcome} in {found.by}, {found.tensor}: {found.message}"
-    return None if found.err_ratio is not None else "nothing could be judged: the reference overflows, or none applies"
-
-
-def try_saboteur(cell: Cell, saboteur: Saboteur) -> Finding:
-    if not saboteur.applies(cell.case):
-        return Finding(saboteur.name, NOT_APPLICABLE)
-    # Not inside the `try` of first_kill: a saboteur that cannot be built is our bug, not a kill.
-    return first_kill(saboteur.name, cell, cell.sabotaged(saboteur), explanation=saboteur.invisible(cell.case))
-
-
-def first_kill(name: str, cell: Cell, pair: Pair, *, explanation: str | None = None) -> Finding:
-    """Stops at the first verdict that is not ok."""
-    largest: float | None = None
-    try:
-        with closing(cell.examine(pair)) as verdicts:  # stopped early, it must put global state back at once
-            for verdict in verdicts:
-                if verdict.status not in PASSING:
-                    by = f"{verdict.regime}, in float32" if verdict.tensor.endswith(IN_FLOAT32) else verdict.regime
-                    return Finding(name, verdict.status, by, verdict.tensor, verdict.err_ratio, verdict.reason)
-                if verdict.err_ratio is not None and not verdict.is_aside:
-                    largest = max(verdict.err_ratio, largest or 0.0)
-    except MemoryError:
-        raise  # the machine's, not the candidate's
-    except Exception as failure:  # a wrong candidate may break in any way; that is seen
-        log.info("%s %s: %r", cell.case.case_id, name, failure)
-        return Finding(name, ERROR, type(failure).__name__, message=str(failure).partition("\n")[0])
-    return Finding(name, SURVIVED, err_ratio=largest, explanation=explanation)
+    number = bisect_left(ERRORS, True, key=lambda error: not holds(error))
+    return ERRORS[number - 1] if number else None

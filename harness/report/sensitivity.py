@@ -95,13 +95,13 @@ def sensitivity_markdown(study: Study, environment: Environment) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def headline(verdict: table.Verdict) -> str:
+def headline(verdict: table.StudyVerdict) -> str:
     if not verdict.overall.applicable:
         return "NOTHING TRIED"
     return "SEEN" if verdict.passed else "NOT ALL SEEN"
 
 
-def _counts(study: Study, verdict: table.Verdict) -> str:
+def _counts(study: Study, verdict: table.StudyVerdict) -> str:
     parts = [f"{_share(verdict.overall)} of {plural(verdict.overall.applicable, 'wrong run', 'wrong runs')}"]
     if verdict.half.applicable and verdict.full.applicable:
         parts.append(f"float32 and float64 {_share(verdict.full)}, half types {_share(verdict.half)}")

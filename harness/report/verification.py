@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from harness.cell.rule import Equivalence
     from harness.models.tuning.file import Head, Tuned
     from harness.models.tuning.search import LayerTuned
-    from harness.models.verify.result import Step, Verification
+    from harness.models.verify.result import Verification, VerifyStep
     from harness.swaps.report import SwapReport
 
 # For each status of a step: its mark, the same for a terminal that has only ASCII, and its colour.
@@ -45,7 +45,7 @@ def print_name(name: str, console: Console) -> None:
     console.print(Text(plain(name), "bold"), highlight=False, soft_wrap=True)
 
 
-def print_step(step: "Step", console: Console) -> None:
+def print_step(step: "VerifyStep", console: Console) -> None:
     mark, ascii_mark, style = MARKS[step.status]
     line = Table.grid(padding=(0, 1))
     line.add_column(width=3, justify="right")
@@ -193,7 +193,7 @@ def _failure(found: "Verification") -> str | None:
     return None if step is None else f"{step.name}: {_message(step)}"
 
 
-def _message(step: "Step") -> str:
+def _message(step: "VerifyStep") -> str:
     message = first_line(step.message, limit=600)
     return f"not run: {message}" if step.status == "not run" else message
 

@@ -20,6 +20,7 @@ from harness.kernels.call import Counter, Kernel
 from harness.kernels.front import attention
 from harness.swaps.converters import Request, SwapError
 from harness.swaps.report import SwappedModule
+from harness.swaps.weights import parameter_count
 
 OPTIONS: tuple[str, ...] = ()
 SDPA = "scaled_dot_product_attention"
@@ -50,7 +51,7 @@ class _ProcessorSwap:
     counter: Counter
 
     def row(self, kernel: Kernel) -> SwappedModule:
-        parameters = sum(p.numel() for p in self.module.parameters())
+        parameters = parameter_count(self.module)
         was = type(self.old).__name__
         became = f"{was} [{kernel.name}]"
         return SwappedModule(self.name, was, became, parameters, parameters, counter=self.counter, undo=self.undo)

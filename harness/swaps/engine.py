@@ -15,7 +15,7 @@ from torch import nn
 from harness.kernels.front import AnyKernel, find_kernel
 from harness.swaps.converters import CONVERTERS, DROP_IN, OPTIONS, VARIANT, Converter, Request, SwapError, converter_of
 from harness.swaps.report import SwappedModule, SwapReport
-from harness.swaps.weights import WeightSource, carry_weights, inherit, write_back
+from harness.swaps.weights import Twins, WeightSource, carry_weights, inherit, parameter_count, write_back
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class _Edits:
         self.heeded: set[str] = set()
         self.done: dict[nn.Module, nn.Module] = {}  # old module -> its replacement: aliases get the same one
         self.places: dict[str, nn.Module] = {}  # full name -> old module, aliases included
-        self.twins: dict[tuple[int, WeightSource], nn.Parameter] = {}  # so that tied parameters stay tied
+        self.twins: Twins = {}  # so that tied parameters stay tied
 
     def visit(self, name: str, module: nn.Module) -> None:
         if self._is_inside(name):
@@ -184,7 +184,7 @@ class _Edits:
         try:
             conversion = convert(old, counter.as_kernel(), self.request)
             new = conversion.module
-            carried = carry_weights(old, new, conversion.weights, conversion.derived, self.twins)
+            sources = carry_weights(old, new, conversion.weights, derived=conversion.derived, twins=self.twins)
         except ValueError as error:
             raise SwapError(f"{where}: {error}") from error
         inherit(old, new, attributes=self.request.to == DROP_IN)
@@ -205,9 +205,9 @@ class _Edits:
                 name=name,
                 was=type(old).__name__,
                 became=type(new).__name__,
-                params_before=carried.params_before,
-                params_after=carried.params_after,
-                weights={prefix + key: WeightSource(prefix + s.name, s.rows) for key, s in carried.sources.items()},
+                params_before=parameter_count(old),
+                params_after=parameter_count(new),
+                weights={prefix + key: WeightSource(prefix + s.name, s.rows) for key, s in sources.items()},
                 error=conversion.error,
                 counter=counter,
                 undo=undo,

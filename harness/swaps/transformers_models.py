@@ -21,6 +21,7 @@ from harness.kernels.front import attention
 from harness.swaps import deepseek
 from harness.swaps.converters import Request, SwapError
 from harness.swaps.report import SwappedModule
+from harness.swaps.weights import parameter_count
 
 OPTIONS = deepseek.OPTIONS
 IMPLEMENTATION = "harness"
@@ -69,7 +70,8 @@ def run_attached(
             " it: call harness.swap on this model, or give it another implementation"
         )
     if attached.kernel is None:
-        return _run_previous(attached.previous, module, query, key, value, attention_mask, rules)
+        run, mask = _previous_run(attached.previous, module, attention_mask, query.dtype)
+        return run(module, query, key, value, mask, **rules)
     return _run_kernel(attached.kernel, attached.previous, module, query, key, value, attention_mask, **rules)
 
 
@@ -129,24 +131,16 @@ def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
 
 
-def _run_previous(
-    previous: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    rules: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def _previous_run(
+    previous: str, module: nn.Module, mask: Tensor | None, dtype: torch.dtype
+) -> tuple[Callable[..., Any], Tensor | None]:
+    """What the module ran before the swap, and our mask as that takes it."""
     if previous != "eager":
-        run = AttentionInterface().get_interface(previous, None)
-    else:
-        run = _eager_of(module)
-        if mask is not None and mask.dtype == torch.bool:
-            # What transformers' own mask function for eager would have made.
-            hidden = torch.finfo(query.dtype).min
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, hidden)
-    return run(module, query, key, value, mask, **rules)
+        return AttentionInterface().get_interface(previous, None), mask
+    if mask is not None and mask.dtype == torch.bool:
+        # What transformers' own mask function for eager would have made.
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return _eager_of(module), mask
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
@@ -283,8 +277,8 @@ class _Attachment:
             name=names[0],
             was=type(module).__name__,
             became=f"{type(now).__name__} [{kernel.name}]",
-            params_before=sum(p.numel() for p in module.parameters()),
-            params_after=sum(p.numel() for p in now.parameters()),
+            params_before=parameter_count(module),
+            params_after=parameter_count(now),
             counter=counter,
             undo=lambda: self._undo(module),
         )

@@ -1,4 +1,9 @@
-"""What passes from an old module to its replacement: parameters, hooks, flags; and back again."""
+"""What passes from an old module to its replacement, and back again.
+
+carry_weights  gives the new module its parameters, and refuses to lose any of the old one's
+inherit        its training flag, its hooks, and what the user hung on it
+write_back     the new module's present weights, gradients and flags, into the old one that returns
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -34,67 +39,65 @@ class WeightSource:
         return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
 
 
-@dataclass(frozen=True)
-class Carried:
-    sources: Mapping[str, WeightSource]  # of every parameter of the new module that was not computed anew
-    params_before: int
-    params_after: int
+Twins = dict[tuple[int, WeightSource], nn.Parameter]  # (id of an old parameter, which rows) -> their copy
 
 
 def carry_weights(
-    old: nn.Module,
-    new: nn.Module,
-    weights: Mapping[str, WeightSource],
-    derived: Collection[str],
-    twins: dict[tuple[int, WeightSource], nn.Parameter],
-) -> Carried:
+    old: nn.Module, new: nn.Module, weights: Mapping[str, WeightSource], *, derived: Collection[str], twins: Twins
+) -> dict[str, WeightSource]:
     """Gives `new` its parameters: the old one itself where it is taken whole, a copy of its rows elsewhere.
 
-    `twins` remembers copies, so that rows of one old parameter become one new parameter wherever they are used. Every
-    parameter and buffer of the old module must go somewhere, bit for bit, or a ValueError tells which did not.
+    `twins` remembers copies, so that rows of one old parameter become one new parameter wherever they are used. Gives
+    the source of every parameter of `new` but the `derived` ones, which were computed anew. Every parameter and buffer
+    of the old module must go somewhere, bit for bit, or a ValueError tells which did not.
     """
-    old_parameters = dict(old.named_parameters(remove_duplicate=False))  # two names of a tied one are two sources
+    origins = _named(old)
     for key, source in weights.items():
-        if source.name not in old_parameters:
+        if source.name not in origins:
             raise ValueError(f"its {source.name} is made from something else (pruning, or an old weight_norm)")
-        origin = old_parameters[source.name]
-        rows = source.of(origin.detach())
-        parameter = origin if source.rows is None else twins.get((id(origin), source))
-        if parameter is None:
-            parameter = twins[id(origin), source] = _copy_of_rows(origin, rows, source)
-        module, name = _owner(new, key)
-        made = module._parameters[name]
+        origin = origins[source.name]
+        parameter = origin if source.rows is None else _copy_of_rows(origin, source, twins)
+        path, _, name = key.rpartition(".")
+        owner = new.get_submodule(path)
+        made = owner._parameters[name]
         assert made is not None
         if made.shape != parameter.shape:
             raise ValueError(f"{key} has shape {tuple(made.shape)}, its source {tuple(parameter.shape)}")
-        module._parameters[name] = parameter
-        if parameter is not origin and not same_bits(parameter.detach(), rows):
+        owner._parameters[name] = parameter
+        if parameter is not origin and not same_bits(parameter.detach(), source.of(origin.detach())):
             raise ValueError(f"{key} differs from its source {source.name} after the swap")
-
-    new_parameters = dict(new.named_parameters(remove_duplicate=False))
-    old_names = {id(parameter): name for name, parameter in old_parameters.items()}
-    shared = {
-        key: WeightSource(old_names[id(parameter)])
-        for key, parameter in new_parameters.items()
-        if id(parameter) in old_names
-    }
+    names = {id(parameter): name for name, parameter in origins.items()}
+    shared = {key: WeightSource(names[id(p)]) for key, p in _named(new).items() if id(p) in names}
     sources = shared | dict(weights)
-    if missing := new_parameters.keys() - sources.keys() - {*derived}:
+    _refuse_losses(old, new, sources, derived)
+    return sources
+
+
+def _copy_of_rows(origin: nn.Parameter, source: WeightSource, twins: Twins) -> nn.Parameter:
+    known = twins.get((id(origin), source))
+    if known is not None:
+        return known
+    parameter = nn.Parameter(source.of(origin.detach()).clone(), requires_grad=origin.requires_grad)
+    if origin.grad is not None:
+        parameter.grad = source.of(origin.grad).clone()
+    twins[id(origin), source] = parameter
+    return parameter
+
+
+def _refuse_losses(
+    old: nn.Module, new: nn.Module, sources: Mapping[str, WeightSource], derived: Collection[str]
+) -> None:
+    parameters = _named(new)
+    if missing := parameters.keys() - sources.keys() - {*derived}:
         raise ValueError(f"parameters without a source: {', '.join(sorted(missing))}")
-    kept = {id(parameter) for parameter in new_parameters.values()}
+    kept = {id(parameter) for parameter in parameters.values()}
     taken = {source.name for source in sources.values()}
-    lost = [name for name, p in old_parameters.items() if name not in taken and id(p) not in kept and not derived]
-    if lost:
+    lost = [name for name, parameter in _named(old).items() if name not in taken and id(parameter) not in kept]
+    if lost and not derived:
         raise ValueError(f"parameters that nothing takes over: {', '.join(sorted(lost))}")
     buffers = {id(buffer) for buffer in new.buffers()}
     if missed := [name for name, buffer in old.named_buffers() if id(buffer) not in buffers]:
         raise ValueError(f"buffers that nothing takes over: {', '.join(sorted(missed))}")
-    return Carried(sources, _count(old_parameters), _count(new_parameters))
-
-
-def _count(parameters: Mapping[str, nn.Parameter]) -> int:
-    """Tied ones once."""
-    return sum(parameter.numel() for parameter in {id(p): p for p in parameters.values()}.values())
 
 
 def inherit(old: nn.Module, new: nn.Module, *, attributes: bool) -> None:
@@ -119,28 +122,35 @@ def write_back(
     places = {(parameter.device, parameter.dtype) for parameter in new.parameters()}
     if len(places) == 1:  # moved or cast as a whole meanwhile, perhaps: its parameters here follow
         old.to(*places.pop())
-    old_parameters = dict(old.named_parameters(remove_duplicate=False))
-    new_parameters = dict(new.named_parameters(remove_duplicate=False))
-    parts: dict[str, list[tuple[nn.Parameter, WeightSource]]] = {}
+    origins, present = _named(old), _named(new)
+    # For each old parameter that is not the new one itself: a new one, its rows there, and where they stand here.
+    parts: dict[str, list[tuple[nn.Parameter, WeightSource, WeightSource]]] = {}
     for key, source in weights.items():
-        if new_parameters[key] is not old_parameters[source.name]:
-            parts.setdefault(source.name, []).append((new_parameters[key], source))
+        if present[key] is not origins[source.name]:
+            parts.setdefault(source.name, []).append((present[key], WeightSource(key), source))
+    for name, source in back.items():
+        parts.setdefault(name, []).append((present[source.name], source, WeightSource(name)))
     with torch.no_grad():
         for name, found in parts.items():
-            origin = old_parameters[name]
-            origin.requires_grad_(any(part.requires_grad for part, _ in found))
-            origin.grad = None if all(part.grad is None for part, _ in found) else torch.zeros_like(origin)
-            for part, source in found:
-                source.of(origin).copy_(part)
+            origin = origins[name]
+            origin.requires_grad_(any(part.requires_grad for part, _, _ in found))
+            origin.grad = None if all(part.grad is None for part, _, _ in found) else torch.zeros_like(origin)
+            for part, there, here in found:
+                here.of(origin).copy_(there.of(part))
                 if origin.grad is not None and part.grad is not None:
-                    source.of(origin.grad).copy_(part.grad)
-        for name, source in back.items():
-            origin, packed = old_parameters[name], new_parameters[source.name]
-            origin.requires_grad_(packed.requires_grad)
-            origin.copy_(source.of(packed))
-            origin.grad = None if packed.grad is None else source.of(packed.grad).clone()
+                    here.of(origin.grad).copy_(there.of(part.grad))
     for module in _made(old, new):
         module.training = new.training
+
+
+def _named(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Two names of a tied parameter are two sources."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Tied ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _made(module: nn.Module, beside: nn.Module) -> list[nn.Module]:
@@ -157,15 +167,3 @@ def same_bits(new: Tensor, old: Tensor) -> bool:
         return True
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[new.itemsize]
     return torch.equal(new.view(whole_numbers), old.view(whole_numbers))
-
-
-def _copy_of_rows(origin: nn.Parameter, rows: Tensor, source: WeightSource) -> nn.Parameter:
-    parameter = nn.Parameter(rows.clone(), requires_grad=origin.requires_grad)
-    if origin.grad is not None:
-        parameter.grad = source.of(origin.grad).clone()
-    return parameter
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, last = name.rpartition(".")
-    return module.get_submodule(path), last

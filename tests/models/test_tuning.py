@@ -21,9 +21,10 @@ from harness.__main__ import main
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import attention, find_kernel, make_call
 from harness.models.tuning import file
+from harness.models.tuning.calibration import Measured
 from harness.models.tuning.file import Tuned, TuningError
 from harness.models.tuning.heads import HeadKernels, swap_tuned
-from harness.models.tuning.search import TOPK, LayerTuned, Measured, sparsest_within, tune
+from harness.models.tuning.search import TOPK, LayerTuned, sparsest_within, tune
 from harness.models.verify import verify
 from harness.swaps import SwapReport
 from tests.verify_models import Encoder

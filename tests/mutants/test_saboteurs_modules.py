@@ -14,15 +14,9 @@ from harness.case import Case
 from harness.cell.build import Pair, build_pair
 from harness.cell.referee import Referee, outputs
 from harness.kernels.front import find_kernel
-from harness.mutants.saboteurs import blocks, caches, latent, positions
 from harness.mutants.saboteurs.saboteur import Saboteur, load_all
 
-FILES = (blocks, caches, latent, positions)
-OURS = [
-    saboteur
-    for saboteur in (load_all()[name] for name in load_all())
-    if saboteur.spoil is not None and saboteur.spoil.__module__ in {file.__name__ for file in FILES}
-]
+OURS = [load_all()[name] for name in load_all() if load_all()[name].spoil is not None]
 CACHED = ("gqa", "mla", "mla_naive", "mla_absorbed")
 BLOCKS = ("block_post_ln", "block_pre_ln", "block_mla")
 

@@ -20,10 +20,10 @@ from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager
 from harness.mutants import result as table
 from harness.mutants import run as run_module
-from harness.mutants.result import KILLED, CellResult, Finding, Study, Threshold
+from harness.mutants.result import KILLED, CellResult, SaboteurFinding, Study, Threshold
 from harness.mutants.run import run
 from harness.mutants.saboteurs.saboteur import Saboteur
-from harness.mutants.study import ERRORS, Cell, scale_off_by, smallest_seen, study_cell, threshold, try_saboteur
+from harness.mutants.study import ERRORS, StudiedCell, scale_off_by, smallest_seen, study_cell, threshold, try_saboteur
 from harness.registry import Registry, UnknownName
 from harness.suite.config import load_suite
 
@@ -120,24 +120,24 @@ def with_a_survivor() -> Registry[Saboteur]:
 
 
 @pytest.fixture(scope="module")
-def cell() -> Cell:
-    return Cell(CASES[0], seed=0, regimes=["plain", "peaked"])
+def cell() -> StudiedCell:
+    return StudiedCell(CASES[0], seed=0, regimes=["plain", "peaked"])
 
 
-def fate(cell: Cell, **how: Any) -> Finding:
+def fate(cell: StudiedCell, **how: Any) -> SaboteurFinding:
     return try_saboteur(cell, Saboteur("it", "a bug", how.pop("applies", lambda case: True), **how))
 
 
 # ---- one saboteur in one cell ----------------------------------------------------------------------------------------
 
 
-def test_a_wrong_kernel_is_killed_by_the_first_regime_and_tensor_that_sees_it(cell: Cell):
+def test_a_wrong_kernel_is_killed_by_the_first_regime_and_tensor_that_sees_it(cell: StudiedCell):
     found = fate(cell, kernel=kernel("it", double_scale))
     assert (found.outcome, found.by, found.tensor) == ("mismatch", "plain", "out")
     assert found.err_ratio is not None and found.err_ratio > 32
 
 
-def test_what_plain_inputs_hide_is_killed_by_what_shows_it(cell: Cell):
+def test_what_plain_inputs_hide_is_killed_by_what_shows_it(cell: StudiedCell):
     found = fate(cell, kernel=kernel("it", overflows))
     assert (found.by, found.tensor) == ("metamorphic", "check: shifted scores")
 
@@ -147,62 +147,62 @@ def test_what_plain_inputs_hide_is_killed_by_what_shows_it(cell: Cell):
     assert fate(cell, kernel=kernel("it", large_queries_clipped)).by == "peaked"
 
 
-def test_a_small_error_is_degraded_and_not_a_mismatch(cell: Cell):
+def test_a_small_error_is_degraded_and_not_a_mismatch(cell: StudiedCell):
     limit = threshold(cell)
     assert limit.seen is not None and limit.mismatch is not None and limit.seen < limit.mismatch
     assert fate(cell, kernel=lambda: scale_off_by(limit.seen)).outcome == "degraded"
     assert fate(cell, kernel=lambda: scale_off_by(limit.mismatch)).outcome in ("degraded", "mismatch")
 
 
-def test_a_right_kernel_survives_with_its_error(cell: Cell):
+def test_a_right_kernel_survives_with_its_error(cell: StudiedCell):
     found = fate(cell, kernel=kernel("it", eager))
     assert (found.outcome, found.by, found.explanation) == ("survived", None, None)
     assert found.err_ratio is not None and 0 < found.err_ratio <= 2
 
 
-def test_a_survivor_carries_its_explanation_and_the_killed_do_not(cell: Cell):
+def test_a_survivor_carries_its_explanation_and_the_killed_do_not(cell: StudiedCell):
     assert fate(cell, kernel=kernel("it", eager), invisible=lambda case: "2 < 3").explanation == "2 < 3"
     assert fate(cell, kernel=kernel("it", double_scale), invisible=lambda case: "2 < 3").explanation is None
 
 
-def test_where_it_does_not_apply_it_is_not_even_built(cell: Cell):
+def test_where_it_does_not_apply_it_is_not_even_built(cell: StudiedCell):
     def never() -> Kernel:
         raise AssertionError("built")
 
-    assert fate(cell, applies=lambda case: False, kernel=never) == Finding("it", "not applicable")
+    assert fate(cell, applies=lambda case: False, kernel=never) == SaboteurFinding("it", "not applicable")
 
 
 @pytest.mark.parametrize(
     ("wrong", "by", "message"),
     [(raises, "RuntimeError", "no such tile"), (wrong_shape, "ContractBroken", "kernel returned (1, 4, 12, 7)")],
 )
-def test_what_breaks_is_killed_by_its_error(cell: Cell, wrong: Any, by: str, message: str):
+def test_what_breaks_is_killed_by_its_error(cell: StudiedCell, wrong: Any, by: str, message: str):
     found = fate(cell, kernel=kernel("it", wrong))
     assert (found.outcome, found.by) == ("error", by)
     assert found.message.startswith(message) and "\n" not in found.message
 
 
-def test_nan_is_a_mismatch(cell: Cell):
+def test_nan_is_a_mismatch(cell: StudiedCell):
     assert fate(cell, kernel=kernel("it", all_nan)).outcome == "mismatch"
 
 
-def test_a_spoilt_module_is_killed_and_leaves_the_right_one_alone(cell: Cell):
+def test_a_spoilt_module_is_killed_and_leaves_the_right_one_alone(cell: StudiedCell):
     assert fate(cell, spoil=no_out_bias).outcome == "mismatch"
     assert fate(cell, kernel=kernel("it", eager)).outcome == "survived"
 
 
-def test_the_reference_called_secretly_is_killed_by_the_counts(cell: Cell):
-    training = Cell(dataclasses.replace(CASES[0], phase="train"), seed=0, regimes=["plain"])
+def test_the_reference_called_secretly_is_killed_by_the_counts(cell: StudiedCell):
+    training = StudiedCell(dataclasses.replace(CASES[0], phase="train"), seed=0, regimes=["plain"])
     found = fate(training, spoil=bypass)
     # Gradients of the module's own parameters are 0 then; where nothing is trained only the count can tell.
     assert found.outcome in KILLED
-    dead_rows = Cell(dataclasses.replace(CASES[0], mask="dead_rows"), seed=0, regimes=["plain"])
+    dead_rows = StudiedCell(dataclasses.replace(CASES[0], mask="dead_rows"), seed=0, regimes=["plain"])
     found = fate(dead_rows, spoil=bypass)
     assert (found.outcome, found.by) == ("mismatch", "counts")
     assert "never called" in found.message
 
 
-def test_a_saboteur_that_cannot_be_built_is_not_a_kill(cell: Cell):
+def test_a_saboteur_that_cannot_be_built_is_not_a_kill(cell: StudiedCell):
     def broken(pair: Pair) -> None:
         raise AttributeError("this module has no such part")
 
@@ -210,14 +210,14 @@ def test_a_saboteur_that_cannot_be_built_is_not_a_kill(cell: Cell):
         fate(cell, spoil=broken)
 
 
-def test_global_state_is_put_back(cell: Cell):
+def test_global_state_is_put_back(cell: StudiedCell):
     before = torch.get_rng_state()
     assert fate(cell, kernel=kernel("it", changes_globals)).outcome in KILLED
     assert torch.get_default_dtype() == torch.float32
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_saboteur_that_draws_does_so_alike(cell: Cell):
+def test_a_saboteur_that_draws_does_so_alike(cell: StudiedCell):
     assert fate(cell, kernel=kernel("it", noisy)) == fate(cell, kernel=kernel("it", noisy))
 
 
@@ -265,7 +265,7 @@ def test_bisection_finds_the_smallest_that_is_seen():
         assert len(asked) == len(set(asked)) <= 7
 
 
-def test_the_threshold_is_where_the_verdict_really_changes(cell: Cell):
+def test_the_threshold_is_where_the_verdict_really_changes(cell: StudiedCell):
     found = threshold(cell)
     assert found.mismatch is not None and found.seen is not None
     assert found.seen <= found.mismatch <= 1e-3
@@ -274,7 +274,7 @@ def test_the_threshold_is_where_the_verdict_really_changes(cell: Cell):
     assert fate(cell, kernel=lambda: scale_off_by(just_below)).outcome == "survived"
 
 
-def test_everything_larger_than_the_threshold_is_seen(cell: Cell):
+def test_everything_larger_than_the_threshold_is_seen(cell: StudiedCell):
     found = threshold(cell)
     assert found.seen is not None
     for error in ERRORS:
@@ -285,23 +285,23 @@ def test_everything_larger_than_the_threshold_is_seen(cell: Cell):
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-def result(dtype: str, *findings: Finding) -> CellResult:
+def result(dtype: str, *findings: SaboteurFinding) -> CellResult:
     return CellResult(dataclasses.replace(CASES[0], dtype=dtype), None, findings, Threshold(1e-4, 1e-5), 1.0)
 
 
-def killed(name: str, by: str = "plain") -> Finding:
-    return Finding(name, "mismatch", by, "out", 100.0)
+def killed(name: str, by: str = "plain") -> SaboteurFinding:
+    return SaboteurFinding(name, "mismatch", by, "out", 100.0)
 
 
-def judge(*cells: CellResult) -> table.Verdict:
+def judge(*cells: CellResult) -> table.StudyVerdict:
     return table.judge(Study("it", cells, {"a": "", "b": ""}, 1.0))
 
 
 def test_the_numbers_of_the_score():
     cells = (
-        result("float32", killed("a"), Finding("b", "degraded", "peaked", "out", 3.0)),
-        result("float64", killed("a", "peaked"), Finding("b", "not applicable")),
-        result("bfloat16", killed("a"), Finding("b", "survived", err_ratio=0.5)),
+        result("float32", killed("a"), SaboteurFinding("b", "degraded", "peaked", "out", 3.0)),
+        result("float64", killed("a", "peaked"), SaboteurFinding("b", "not applicable")),
+        result("bfloat16", killed("a"), SaboteurFinding("b", "survived", err_ratio=0.5)),
     )
     verdict = judge(*cells)
     assert verdict.overall == table.Score(5, 4) and verdict.overall.share == 0.8
@@ -314,7 +314,9 @@ def test_the_numbers_of_the_score():
 
 
 def test_the_regimes_needed_come_in_their_order_and_errors_need_none():
-    found = result("float32", killed("a", "poison"), killed("b", "plain"), Finding("c", "error", "RuntimeError"))
+    found = result(
+        "float32", killed("a", "poison"), killed("b", "plain"), SaboteurFinding("c", "error", "RuntimeError")
+    )
     assert found.regimes_needed == ("plain", "poison")
 
 
@@ -322,19 +324,19 @@ def test_the_regimes_needed_come_in_their_order_and_errors_need_none():
 def test_an_unexplained_survivor_in_full_precision_fails(dtype: str):
     many = [killed("a")] * 999
     assert judge(result(dtype, *many)).passed
-    assert not judge(result(dtype, *many, Finding("b", "survived"))).passed
-    assert judge(result(dtype, *many, Finding("b", "survived", explanation="2 < 3"))).passed
+    assert not judge(result(dtype, *many, SaboteurFinding("b", "survived"))).passed
+    assert judge(result(dtype, *many, SaboteurFinding("b", "survived", explanation="2 < 3"))).passed
 
 
 @pytest.mark.parametrize("explanation", [None, "2 < 3"])
 def test_half_types_need_95_percent_explained_or_not(explanation: str | None):
-    survivor = Finding("b", "survived", explanation=explanation)
+    survivor = SaboteurFinding("b", "survived", explanation=explanation)
     assert judge(result("float16", *[killed("a")] * 19, survivor)).passed
     assert not judge(result("float16", *[killed("a")] * 18, survivor)).passed
 
 
 def test_nothing_tried_is_not_a_pass():
-    verdict = judge(result("float32", Finding("a", "not applicable")))
+    verdict = judge(result("float32", SaboteurFinding("a", "not applicable")))
     assert verdict.overall.share is None and not verdict.passed
 
 
@@ -399,7 +401,7 @@ def test_each_cell_is_on_disk_as_it_is_found(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_infinite_error_is_written_as_a_word(tmp_path: Path):
-    cell = result("float32", Finding("a", "mismatch", "plain", "out", float("inf")))
+    cell = result("float32", SaboteurFinding("a", "mismatch", "plain", "out", float("inf")))
     run_module._append(tmp_path / "it.jsonl", cell)
     assert json.loads((tmp_path / "it.jsonl").read_text())["findings"][0]["err_ratio"] == "inf"
 

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, Fl
 import harness
 from harness.cell.rule import judge
 from harness.kernels.eager import KERNEL
-from harness.models.families.diffusion import Draw
+from harness.models.families.diffusion import ExactNoise
 from harness.models.families.family import FamilyError, find_family
 from harness.swaps import SwapError, diffusers_models
 
@@ -473,7 +473,7 @@ def test_batches_differ_and_the_masked_text_matters(family, model):
 
 
 def test_inputs_are_exact_in_every_dtype():
-    drawn = Draw(torch.Generator().manual_seed(0), torch.device("cpu"), torch.float32)(10_000)
+    drawn = ExactNoise(torch.Generator().manual_seed(0), torch.device("cpu"), torch.float32)(10_000)
     assert drawn.std() > 0.9
     assert all(torch.equal(drawn.to(dtype).float(), drawn) for dtype in (torch.bfloat16, torch.float16))
 

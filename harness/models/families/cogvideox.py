@@ -8,21 +8,10 @@ from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor
 
-from harness.models.families.diffusion import Draw, diffusion_family
-from harness.models.families.family import FamilyError, Structure
+from harness.models.families.diffusion import Diffusion, ExactNoise, half_hidden_text
+from harness.models.families.family import FamilyError
 
 GRID = (2, 4, 4)  # patches: time, height, width
-
-
-def structure(config: Any) -> Structure:
-    return Structure(
-        layers=config.num_layers,
-        attentions=config.num_layers,
-        attention_class="Attention",
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=config.attention_head_dim,
-    )
 
 
 def grid(config: Any) -> tuple[int, int, int]:
@@ -34,16 +23,16 @@ def grid(config: Any) -> tuple[int, int, int]:
     return frames // patch_t, config.sample_height // config.patch_size, config.sample_width // config.patch_size
 
 
-def inputs(model: Any, draw: Draw, batch: int) -> dict[str, Any]:
+def inputs(model: Any, noise: ExactNoise, batch: int) -> dict[str, Any]:
     config = model.config
     time, height, width = grid(config)
     frames = time * (config.patch_size_t or 1)
     pixels = (height * config.patch_size, width * config.patch_size)
     return {
-        "hidden_states": draw(batch, frames, config.in_channels, *pixels),
-        "encoder_hidden_states": draw(batch, config.max_text_seq_length, config.text_embed_dim),
-        "image_rotary_emb": rotary(config, draw.device) if config.use_rotary_positional_embeddings else None,
-        "ofs": torch.full((1,), 2.0, device=draw.device, dtype=draw.dtype) if config.ofs_embed_dim else None,
+        "hidden_states": noise(batch, frames, config.in_channels, *pixels),
+        "encoder_hidden_states": noise(batch, config.max_text_seq_length, config.text_embed_dim),
+        "image_rotary_emb": rotary(config, noise.device) if config.use_rotary_positional_embeddings else None,
+        "ofs": torch.full((1,), 2.0, device=noise.device, dtype=noise.dtype) if config.ofs_embed_dim else None,
     }
 
 
@@ -56,21 +45,16 @@ def rotary(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def timestep(times: Tensor, dtype: torch.dtype) -> Tensor:
-    return times.long()  # its sines are taken in float32, whatever the model's dtype
-
-
 def hide_text(model: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     time, height, width = grid(model.config)
-    batch, text = kwargs["encoder_hidden_states"].shape[:2]
-    visible = torch.ones(batch, text + time * height * width, dtype=torch.bool, device=model.device)
-    visible[-1, text // 2 : text] = False  # the text comes first in the joint sequence
+    text = kwargs["encoder_hidden_states"].shape[1]
+    visible = half_hidden_text(kwargs["encoder_hidden_states"], text, text + time * height * width)
     return {"attention_kwargs": {"attention_mask": visible[:, None]}}  # (B, 1, S)
 
 
-FAMILY = diffusion_family(
-    "cogvideox",
-    "CogVideoX: joint text-video attention, qk-norm, 3-D rotary on the video",
+FAMILY = Diffusion(
+    name="cogvideox",
+    title="CogVideoX: joint text-video attention, qk-norm, 3-D rotary on the video",
     model_class=CogVideoXTransformer3DModel,
     tiny={
         "num_attention_heads": 2,
@@ -87,12 +71,11 @@ FAMILY = diffusion_family(
         "max_text_seq_length": 8,
         "use_rotary_positional_embeddings": True,
     },
-    structure=structure,
+    attention_class="Attention",
     inputs=inputs,
-    timestep=timestep,
     scheduler=lambda: CogVideoXDDIMScheduler(
         prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=3.0, timestep_spacing="trailing"
     ),
     channel_dim=2,
     hide_text=hide_text,
-)
+).family

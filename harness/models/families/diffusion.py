@@ -1,9 +1,12 @@
-"""What all families of diffusers have in common: tiny random models, checkpoints, batches, a few denoising steps."""
+"""What all families of diffusers have in common: tiny random models, checkpoints, batches, a few denoising steps.
+
+A file of a family says what is its own in a `Diffusion`, and ends with `FAMILY = Diffusion(...).family`.
+"""
 
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ TIMES = (750.0, 250.0)  # of 1000: of the rows of a batch
 
 
 @dataclass(frozen=True)
-class Draw:
+class ExactNoise:
     """Random values that every dtype holds exactly: the float64 copy of a model sees the very same inputs."""
 
     generator: torch.Generator
@@ -31,81 +34,111 @@ class Draw:
         return ((noise * 16).round() / 16).to(self.device, self.dtype)
 
 
-def diffusion_family(
-    name: str,
-    title: str,
-    *,
-    model_class: Any,
-    tiny: Mapping[str, Any],
-    structure: Callable[[Any], Structure],
-    inputs: Callable[[Any, Draw, int], dict[str, Any]],
-    timestep: Callable[[Tensor, torch.dtype], Tensor],
-    scheduler: Callable[[], Any],
-    channel_dim: int,
-    hide_text: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None,
-) -> Family:
+def whole_time(times: Tensor, dtype: torch.dtype) -> Tensor:
+    return times.long()  # for models that take its sines in float32, whatever their dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diffusion:
     """
-    structure    config -> what the model must consist of
-    inputs       model, draw, batch size -> arguments of a forward pass but `timestep`; `hidden_states` is the latent
-    timestep     times from 0 to 1000, (B,), and the model's dtype -> what the model takes
-    channel_dim  where the latent has its channels: those beyond the output's are conditioning, held through the steps
-    hide_text    model, arguments -> the arguments that change when the last row's second half of the text is padding
+    attention_class       that of every attention that must be swapped
+    attentions_per_layer  as many, in each layer
+    layer_keys            of the config: the number of layers is their sum
+    inputs                model, noise, batch size -> arguments of a forward pass but `timestep`; `hidden_states` is the
+                          latent
+    timestep              times from 0 to 1000, (B,), and the model's dtype -> what the model takes
+    channel_dim           where the latent has its channels: those beyond the output's are conditioning, held through
+                          the steps
+    hide_text             model, arguments -> the arguments that change when the last row's second half of the text is
+                          padding
     """
 
-    def build(overrides: Mapping[str, Any]) -> nn.Module:
-        _refuse_unknown(name, overrides, model_class)
-        config = {**tiny, **overrides}
+    name: str
+    title: str
+    model_class: Any
+    tiny: Mapping[str, Any]
+    attention_class: str
+    attentions_per_layer: int = 1
+    layer_keys: Sequence[str] = ("num_layers",)
+    inputs: Callable[[Any, ExactNoise, int], dict[str, Any]]
+    timestep: Callable[[Tensor, torch.dtype], Tensor] = whole_time
+    scheduler: Callable[[], Any]
+    channel_dim: int
+    hide_text: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None
+
+    @property
+    def family(self) -> Family:
+        return Family(
+            name=self.name,
+            title=self.title,
+            library="diffusers",
+            build=self.build,
+            load=self.load,
+            inspect=self.structure,
+            batches=self.batches,
+            output=lambda result: result.sample,
+            generate=self.generate,
+        )
+
+    def build(self, overrides: Mapping[str, Any]) -> nn.Module:
+        _refuse_unknown(self.name, overrides, self.model_class)
+        config = {**self.tiny, **overrides}
         try:
-            model = model_class(**config)
+            model = self.model_class(**config)
         except Exception as error:  # whatever the library raises at a value it cannot build
-            raise FamilyError(f"{name}: {model_class.__name__} with {config} raised {error!r}") from error
+            raise FamilyError(f"{self.name}: {self.model_class.__name__} with {config} raised {error!r}") from error
         randomise(model, torch.Generator().manual_seed(0))  # what starts as zeros would hide everything before it
         return model.eval()
 
-    def load(path: Path) -> nn.Module:
-        return _load(path, model_class)
+    def load(self, path: Path) -> nn.Module:
+        return _load(path, self.model_class)
 
-    def draw_of(model: Any, generator: torch.Generator) -> Draw:
-        return Draw(generator, model.device, model.dtype)
+    def structure(self, model: Any) -> Structure:
+        config = model.config
+        layers = sum(getattr(config, key) for key in self.layer_keys)
+        return Structure(
+            layers=layers,
+            attentions=self.attentions_per_layer * layers,
+            attention_class=self.attention_class,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_attention_heads,
+            head_dim=config.attention_head_dim,
+        )
 
-    def batches(model: Any, generator: torch.Generator) -> Mapping[str, Batch]:
-        draw = draw_of(model, generator)
+    def batches(self, model: Any, generator: torch.Generator) -> Mapping[str, Batch]:
+        noise = ExactNoise(generator, model.device, model.dtype)
 
         def arguments(size: int) -> dict[str, Any]:
             times = torch.tensor(TIMES[:size], device=model.device)
-            return {**inputs(model, draw, size), "timestep": timestep(times, model.dtype)}
+            return {**self.inputs(model, noise, size), "timestep": self.timestep(times, model.dtype)}
 
         found = {"plain": arguments(1), "two times": arguments(2)}
-        if hide_text is not None:
-            found["masked text"] = {**found["two times"], **hide_text(model, found["two times"])}
+        if self.hide_text is not None:
+            found["masked text"] = {**found["two times"], **self.hide_text(model, found["two times"])}
         return {key: Batch(kwargs) for key, kwargs in found.items()}
 
     @torch.no_grad()
-    def generate(model: Any, generator: torch.Generator) -> Tensor:
-        kwargs = inputs(model, draw_of(model, generator), 1)
-        steps = scheduler()
+    def generate(self, model: Any, generator: torch.Generator) -> Tensor:
+        """The latent after a few denoising steps."""
+        kwargs = self.inputs(model, ExactNoise(generator, model.device, model.dtype), 1)
+        hidden, dim, channels = kwargs.pop("hidden_states"), self.channel_dim, _out_channels(model)
+        latent, condition = hidden.split([channels, hidden.shape[dim] - channels], dim)
+        steps = self.scheduler()
         steps.set_timesteps(STEPS, device=model.device)
-        latent, condition = _split(kwargs.pop("hidden_states"), _out_channels(model), channel_dim)
         for t in steps.timesteps:
-            hidden = torch.cat([latent, condition], dim=channel_dim)
-            predicted = model(hidden_states=hidden, timestep=timestep(t.expand(1), model.dtype), **kwargs).sample
-            # Where a variance is predicted too, it stands behind.
-            predicted = predicted.narrow(channel_dim, 0, latent.shape[channel_dim])
+            hidden = torch.cat([latent, condition], dim=dim)
+            predicted = model(hidden_states=hidden, timestep=self.timestep(t.expand(1), model.dtype), **kwargs).sample
+            predicted = predicted.narrow(dim, 0, channels)  # where a variance is predicted too, it stands behind
             # Some schedulers compute in float32 whatever they are given.
             latent = steps.step(predicted, t, latent).prev_sample.to(model.dtype)
         return latent
 
-    return Family(
-        name=name,
-        title=title,
-        library="diffusers",
-        build=build,
-        load=load,
-        inspect=lambda model: structure(model.config),
-        batches=batches,
-        output=lambda result: result.sample,
-        generate=generate,
-    )
+
+def half_hidden_text(hidden: Tensor, text: int, length: int) -> Tensor:
+    """(B, length) bool, True = attends: of a joint sequence, text first, without the last row's second half of it."""
+    visible = torch.ones(hidden.shape[0], length, dtype=torch.bool, device=hidden.device)
+    visible[-1, text // 2 : text] = False
+    return visible
 
 
 def _out_channels(model: Any) -> int:
@@ -116,11 +149,6 @@ def _out_channels(model: Any) -> int:
             f"out_channels = {found}: must not exceed in_channels = {model.config.in_channels} to denoise in steps"
         )
     return int(found)
-
-
-def _split(hidden: Tensor, channels: int, dim: int) -> tuple[Tensor, Tensor]:
-    latent, condition = hidden.split([channels, hidden.shape[dim] - channels], dim)
-    return latent, condition
 
 
 def _refuse_unknown(name: str, overrides: Mapping[str, Any], model_class: Any) -> None:

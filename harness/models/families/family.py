@@ -46,6 +46,16 @@ class Batch:
         return model(*self.args, **self.kwargs) if self.run is None else self.run(model, *self.args, **self.kwargs)
 
 
+def floating_tensors(output: Any) -> list[Tensor]:
+    """All that a module returned, alone or in a tuple, a list or a mapping."""
+    values = [output]
+    if isinstance(output, tuple | list):
+        values = list(output)
+    elif isinstance(output, Mapping):
+        values = list(output.values())
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
 @dataclass(frozen=True)
 class Family:
     name: str

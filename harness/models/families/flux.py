@@ -7,35 +7,23 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from torch import Tensor
 
-from harness.models.families.diffusion import Draw, diffusion_family
-from harness.models.families.family import Structure
+from harness.models.families.diffusion import Diffusion, ExactNoise, half_hidden_text
 
 SIDE, TEXT = 4, 6  # image tokens a side, text tokens
 
 
-def structure(config: Any) -> Structure:
-    layers = config.num_layers + config.num_single_layers
-    return Structure(
-        layers=layers,
-        attentions=layers,
-        attention_class="FluxAttention",
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=config.attention_head_dim,
-    )
-
-
-def inputs(model: Any, draw: Draw, batch: int) -> dict[str, Any]:
+def inputs(model: Any, noise: ExactNoise, batch: int) -> dict[str, Any]:
     config = model.config
     row, column = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
     positions = torch.stack([torch.zeros_like(row), row, column], dim=-1).flatten(0, 1)  # (SIDE*SIDE, 3)
+    guidance = torch.full((batch,), 3.5, device=noise.device, dtype=noise.dtype)
     return {
-        "hidden_states": draw(batch, SIDE * SIDE, config.in_channels),
-        "encoder_hidden_states": draw(batch, TEXT, config.joint_attention_dim),
-        "pooled_projections": draw(batch, config.pooled_projection_dim),
-        "img_ids": positions.to(draw.device),
-        "txt_ids": torch.zeros(TEXT, 3, dtype=torch.long, device=draw.device),
-        "guidance": torch.full((batch,), 3.5, device=draw.device, dtype=draw.dtype) if config.guidance_embeds else None,
+        "hidden_states": noise(batch, SIDE * SIDE, config.in_channels),
+        "encoder_hidden_states": noise(batch, TEXT, config.joint_attention_dim),
+        "pooled_projections": noise(batch, config.pooled_projection_dim),
+        "img_ids": positions.to(noise.device),
+        "txt_ids": torch.zeros(TEXT, 3, dtype=torch.long, device=noise.device),
+        "guidance": guidance if config.guidance_embeds else None,
     }
 
 
@@ -44,15 +32,13 @@ def timestep(times: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def hide_text(model: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    hidden = kwargs["hidden_states"]
-    visible = torch.ones(hidden.shape[0], TEXT + hidden.shape[1], dtype=torch.bool, device=hidden.device)
-    visible[-1, TEXT // 2 : TEXT] = False  # the text comes first in the joint sequence
+    visible = half_hidden_text(kwargs["hidden_states"], TEXT, TEXT + kwargs["hidden_states"].shape[1])
     return {"joint_attention_kwargs": {"attention_mask": visible[:, None, None]}}  # (B, 1, 1, S)
 
 
-FAMILY = diffusion_family(
-    "flux",
-    "Flux: joint text-image attention, qk-norm, rotary over three axes",
+FAMILY = Diffusion(
+    name="flux",
+    title="Flux: joint text-image attention, qk-norm, rotary over three axes",
     model_class=FluxTransformer2DModel,
     tiny={
         "patch_size": 1,
@@ -65,10 +51,11 @@ FAMILY = diffusion_family(
         "pooled_projection_dim": 32,
         "axes_dims_rope": (4, 4, 8),
     },
-    structure=structure,
+    attention_class="FluxAttention",
+    layer_keys=("num_layers", "num_single_layers"),
     inputs=inputs,
     timestep=timestep,
     scheduler=lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
     channel_dim=2,
     hide_text=hide_text,
-)
+).family

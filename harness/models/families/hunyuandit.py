@@ -8,38 +8,26 @@ from diffusers import DDIMScheduler, HunyuanDiT2DModel
 from diffusers.models.embeddings import get_2d_rotary_pos_embed
 from torch import Tensor
 
-from harness.models.families.diffusion import Draw, diffusion_family
-from harness.models.families.family import Structure
+from harness.models.families.diffusion import Diffusion, ExactNoise
 
 SIDE = 4  # patches a side
 
 
-def structure(config: Any) -> Structure:
-    return Structure(
-        layers=config.num_layers,
-        attentions=2 * config.num_layers,  # self and cross; its pooling of the text is no processor's
-        attention_class="Attention",
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=config.attention_head_dim,
-    )
-
-
-def inputs(model: Any, draw: Draw, batch: int) -> dict[str, Any]:
+def inputs(model: Any, noise: ExactNoise, batch: int) -> dict[str, Any]:
     config = model.config
     pixels = SIDE * config.patch_size
     with_sizes = config.use_style_cond_and_image_meta_size
-    sizes = torch.tensor([1024, 768, 1024, 768, 0, 0], device=draw.device, dtype=draw.dtype)
+    sizes = torch.tensor([1024, 768, 1024, 768, 0, 0], device=noise.device, dtype=noise.dtype)
     return {
-        "hidden_states": draw(batch, config.in_channels, pixels, pixels),
-        "encoder_hidden_states": draw(batch, config.text_len, config.cross_attention_dim),
-        "text_embedding_mask": torch.ones(batch, config.text_len, dtype=torch.long, device=draw.device),
-        "encoder_hidden_states_t5": draw(batch, config.text_len_t5, config.cross_attention_dim_t5),
-        "text_embedding_mask_t5": torch.ones(batch, config.text_len_t5, dtype=torch.long, device=draw.device),
+        "hidden_states": noise(batch, config.in_channels, pixels, pixels),
+        "encoder_hidden_states": noise(batch, config.text_len, config.cross_attention_dim),
+        "text_embedding_mask": torch.ones(batch, config.text_len, dtype=torch.long, device=noise.device),
+        "encoder_hidden_states_t5": noise(batch, config.text_len_t5, config.cross_attention_dim_t5),
+        "text_embedding_mask_t5": torch.ones(batch, config.text_len_t5, dtype=torch.long, device=noise.device),
         "image_meta_size": sizes.repeat(batch, 1) if with_sizes else None,
-        "style": torch.zeros(batch, dtype=torch.long, device=draw.device) if with_sizes else None,
+        "style": torch.zeros(batch, dtype=torch.long, device=noise.device) if with_sizes else None,
         "image_rotary_emb": get_2d_rotary_pos_embed(
-            config.attention_head_dim, ((0, 0), (SIDE, SIDE)), (SIDE, SIDE), device=draw.device
+            config.attention_head_dim, ((0, 0), (SIDE, SIDE)), (SIDE, SIDE), device=noise.device
         ),
     }
 
@@ -56,9 +44,9 @@ def hide_text(model: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return masks
 
 
-FAMILY = diffusion_family(
-    "hunyuandit",
-    "HunyuanDiT: self-attention with 2-D rotary, cross-attention to two texts, qk-norm, long skips",
+FAMILY = Diffusion(
+    name="hunyuandit",
+    title="HunyuanDiT: self-attention with 2-D rotary, cross-attention to two texts, qk-norm, long skips",
     model_class=HunyuanDiT2DModel,
     tiny={
         "num_attention_heads": 2,
@@ -74,7 +62,8 @@ FAMILY = diffusion_family(
         "text_len": 4,
         "text_len_t5": 4,
     },
-    structure=structure,
+    attention_class="Attention",
+    attentions_per_layer=2,  # self and cross; its pooling of the text is no processor's
     inputs=inputs,
     timestep=timestep,
     scheduler=lambda: DDIMScheduler(
@@ -86,4 +75,4 @@ FAMILY = diffusion_family(
     ),
     channel_dim=1,
     hide_text=hide_text,
-)
+).family

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from harness.kernels.call import AttentionCall, Kernel
 from harness.models.families.family import Batch, Family
 from harness.models.tuning.heads import head_slice, kernel_with
-from harness.models.tuning.search import Measured
 from harness.models.verify.golden import comparing, each
 from harness.models.verify.metering import dense_attention
 from harness.models.verify.result import Deviation
@@ -28,6 +27,20 @@ class Seen:
     call: AttentionCall
     dense: Tensor  # (B, H, L, D_v)
     real: Tensor | None  # (B, L): queries that count
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one threshold does to one head."""
+
+    error: float  # relative L1 against dense
+    block_sparsity: float
+    pv_skipped: float = 0.0  # of the visible blocks: scored, but not multiplied with their values
+
+    @property
+    def sparsity(self) -> float:
+        """Of all work left out, that of the products with the values included."""
+        return self.block_sparsity + self.pv_skipped
 
 
 class Recorder:
@@ -59,7 +72,7 @@ def run_batches(model: nn.Module, batches: Mapping[str, Batch], recorders: Seque
             batch.through(model)
 
 
-def measure(calls: Sequence[Seen], head: int, name: str, options: Mapping[str, Any]) -> "HeadMeasured":
+def measure(calls: Sequence[Seen], head: int, name: str, options: Mapping[str, Any]) -> Measured:
     """One head of one layer under these options: the worst batch's error (steps apart), all blocks together."""
     kernel = kernel_with(name, options)
     assert kernel.tally is not None
@@ -74,17 +87,7 @@ def measure(calls: Sequence[Seen], head: int, name: str, options: Mapping[str, A
             pairs.setdefault((seen.batch, seen.q.shape[2] == 1), []).append((found, dense))
     count = kernel.tally.take()
     error = max((Deviation.of(together) for together in pairs.values()), key=lambda one: one.rank).rel_l1
-    visible = max(count.visible, 1)
-    pv_share = count.pv_skipped / visible
-    return HeadMeasured(error, count.sparsity + pv_share, count.sparsity, pv_share)
-
-
-@dataclass(frozen=True)
-class HeadMeasured(Measured):
-    """`sparsity` above is of all work left out, that of the products with the values included."""
-
-    block_sparsity: float
-    pv_skipped: float
+    return Measured(error, count.sparsity, count.pv_skipped / max(count.visible, 1))
 
 
 def batches_of(family: Family, model: nn.Module, seed: int) -> Mapping[str, Batch]:

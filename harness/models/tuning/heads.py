@@ -14,7 +14,7 @@ from harness.kernels.call import AttentionCall, BlockCount, Kernel, Tally, Unsup
 from harness.kernels.front import find_kernel
 from harness.kernels.names import is_plugin, split_name
 from harness.models.tuning import file
-from harness.models.tuning.file import Tuned, TuningError, kernel_name
+from harness.models.tuning.file import Tuned, TuningError, fingerprint, kernel_name
 from harness.swaps import SwapReport, swap
 
 
@@ -136,6 +136,14 @@ def refuse_other_layers(tuned: Tuned, names: list[str], heads: int | None) -> No
         if heads is not None and len(tuned.layers[name]) != heads:
             found = len(tuned.layers[name])
             raise TuningError(f"{about} with {found} heads in {name}; this model has {heads} heads")
+
+
+def warn_of_other_weights(tuned: Tuned, model: nn.Module) -> str:
+    """Thresholds of a fine-tuned sibling may do; that they are not this model's own must be known."""
+    if (found := fingerprint(model)) == tuned.weights:
+        return ""
+    theirs, ours = (text.removeprefix("sha256:")[:8] or "none" for text in (tuned.weights, found))
+    return f"; warning: tuned on other weights (sha256 {theirs}, this model's {ours})"
 
 
 def _some(names: list[str]) -> str:

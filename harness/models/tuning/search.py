@@ -20,10 +20,10 @@ from harness.cell.state import preserved
 from harness.kernels.front import find_kernel
 from harness.kernels.names import read_options, split_name
 from harness.models.families.family import Family
-from harness.models.tuning.calibration import HeadMeasured, Recorder, Seen, batches_of, measure, run_batches
+from harness.models.tuning.calibration import Measured, Recorder, Seen, batches_of, measure, run_batches
 from harness.models.tuning.file import Head, Options, Tuned, TuningError, fingerprint
 from harness.models.tuning.heads import HeadKernels
-from harness.models.verify.steps import subject
+from harness.models.verify.subject import subject
 from harness.swaps import SwapReport, swap
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -31,22 +31,14 @@ from harness.swaps import SwapReport, swap
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one threshold does to one head."""
-
-    error: float  # relative L1 against dense
-    sparsity: float
-
-
-@dataclass(frozen=True)
-class Choice:
+class BestThreshold:
     threshold: float
     measured: Measured
     monotone: bool  # along what was tried, a sparser threshold was never the more exact one
     tried: int
 
 
-def sparsest_within(limit: float, ladder: Sequence[float], measure: Callable[[float], Measured]) -> Choice:
+def sparsest_within(limit: float, ladder: Sequence[float], measure: Callable[[float], Measured]) -> BestThreshold:
     """`ladder` goes from the densest threshold, which must keep the limit, to the sparsest.
 
     Of thresholds that are equally sparse the densest is taken: on other inputs it risks the least. Where the error is
@@ -77,7 +69,7 @@ def sparsest_within(limit: float, ladder: Sequence[float], measure: Callable[[fl
             best = min(best, middle)
     tried = [found[place] for place in sorted(found)]
     monotone = all(a.error <= b.error and a.sparsity <= b.sparsity for a, b in pairwise(tried))
-    return Choice(ladder[best], found[best], monotone, len(found))
+    return BestThreshold(ladder[best], found[best], monotone, len(found))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -215,8 +207,10 @@ class _Search:
         return order
 
     def _head(self, layer: str, head: int, calls: list[Seen]) -> Head:
-        def search(option: str, limit: float, ladder: tuple[float, ...], given: Options) -> tuple[Options, Choice]:
-            def measured(threshold: float) -> HeadMeasured:
+        def search(
+            option: str, limit: float, ladder: tuple[float, ...], given: Options
+        ) -> tuple[Options, BestThreshold]:
+            def measured(threshold: float) -> Measured:
                 return measure(calls, head, self.kernel, {**self.common, **_with(given, option, threshold)})
 
             try:
@@ -234,7 +228,6 @@ class _Search:
         if self.pv_l1 is not None:
             options, choice = search("pv", self.pv_l1, PV, options)
         found = choice.measured
-        assert isinstance(found, HeadMeasured)
         return Head(
             options=options,
             rel_l1=_rounded(found.error),

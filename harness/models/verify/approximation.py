@@ -10,22 +10,20 @@ shows at its end. A kernel that skipped nothing at all is judged as an exact one
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.cell.rule import TensorVerdict
 from harness.kernels.call import BlockCount
-from harness.models.families.family import Batch, Family
-from harness.models.verify.forward import Forward, Judged, Outputs, compare_forward, describe, left_open, outputs_of
+from harness.models.families.family import Batch
+from harness.models.verify.forward import Forward, ModelPair, Outputs, compare_forward, describe, left_open
 from harness.models.verify.golden import each
 from harness.models.verify.metering import NOTHING, Meters, dense_instead, measuring
-from harness.models.verify.result import END, Budget, Deviation
-from harness.swaps import SwapReport
+from harness.models.verify.result import END, Budget, Deviation, Judged
 from harness.text import plural
 
 
 @dataclass(frozen=True)
-class Approximation(Forward):
+class ApproximateForward(Forward):
     count: BlockCount = NOTHING  # of all layers and batches
 
     @property
@@ -48,35 +46,25 @@ class Approximation(Forward):
         return max(rows, key=lambda row: row.deviation.rank if row.deviation else 0.0)
 
 
-def compare_approximate(
-    reference: nn.Module,
-    swapped: nn.Module,
-    report: SwapReport,
-    family: Family,
-    seed: int,
-    *,
-    meters: Meters,
-    budget: Budget,
-) -> Approximation:
+def compare_approximate(pair: ModelPair, *, meters: Meters, budget: Budget) -> ApproximateForward:
     with dense_instead(meters):
-        dense = compare_forward(reference, swapped, report, family, seed)
+        dense = compare_forward(pair)
     if dense.problem is not None:
         problem = f"the swap itself is wrong, seen with dense attention in the kernel's place: {dense.problem}"
-        return Approximation(dense.judged, dense.batches, problem, dense.goldens)
+        return ApproximateForward(dense.judged, dense.batches, problem, dense.goldens)
     judged: list[Judged] = []
     count = NOTHING
-    batches = family.batches(reference, torch.Generator().manual_seed(seed))  # the same again
-    for name, batch in each(batches, Tensor.clone).items():
+    for name, batch in each(pair.batches(), Tensor.clone).items():
         with measuring(meters, batch.real):
-            found = outputs_of(swapped, batch, list(meters), family, seed)
+            found = pair.outputs(pair.swapped, batch)
         controls = [row for row in dense.judged if row.batch == name]
         judged += _layers(controls, found, dense.goldens[name], batch, meters, budget)
         judged += _ends(controls, found, dense.goldens[name], batch, budget)
         count = sum((meter.count for meter in meters.values()), count)
     if count.skipped + count.pv_skipped == 0:
-        exact = compare_forward(reference, swapped, report, family, seed)
-        return Approximation(exact.judged, exact.batches, exact.problem, exact.goldens)
-    return Approximation(tuple(judged), len(batches), _problem(judged), dense.goldens, count)
+        exact = compare_forward(pair)
+        return ApproximateForward(exact.judged, exact.batches, exact.problem, exact.goldens)
+    return ApproximateForward(tuple(judged), dense.batches, _problem(judged), dense.goldens, count)
 
 
 def _layers(

@@ -1,8 +1,13 @@
-"""Step 4: is the swapped model's output the same at its end, and at every swapped layer on the way?"""
+"""Step 4: is the swapped model's output the same at its end, and at every swapped layer on the way?
+
+The original runs as it is, jittered and in float64 (golden.py). All that a layer, and the model, puts out is caught on
+the way and judged by the acceptance rule.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +15,11 @@ from torch import Tensor, nn
 
 from harness.cell.referee import one_thread
 from harness.cell.rule import OK_FACTOR, TensorVerdict, judge
-from harness.models.families.family import Batch, Family, FamilyError
+from harness.models.families.family import Batch, Family, FamilyError, floating_tensors
 from harness.models.verify.golden import Batches, comparing, draw_all, each
-from harness.models.verify.result import END, Deviation, Kind
+from harness.models.verify.result import END, Judged, Kind
 from harness.swaps import SwapReport
 from harness.text import plural, ratio
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What each swapped layer put out during a forward pass, in order of execution.
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,24 @@ class Place:
         return f"{self.layer or 'the model'}{part}{call}"
 
 
+Outputs = dict[Place, Tensor]
+
+
 @contextmanager
-def captured(model: nn.Module, layers: Iterable[str]) -> Iterator[dict[Place, Tensor]]:
-    seen: dict[Place, Tensor] = {}
+def captured(model: nn.Module, layers: Iterable[str]) -> Iterator[Outputs]:
+    """What each of these modules puts out while the model runs, in order of execution."""
+    seen: Outputs = {}
     calls: dict[str, int] = {}
 
-    def hook_of(layer: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            call = calls[layer] = calls.get(layer, -1) + 1
-            for part, tensor in enumerate(_floating(output)):
-                optional = part > 0 and _outline(tensor) != _outline(_floating(output)[0])
-                # A clone: what follows may add the residual in place.
-                seen[Place(layer, call, part, optional)] = tensor.detach().clone()
+    def note(layer: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        call = calls[layer] = calls.get(layer, -1) + 1
+        tensors = floating_tensors(output)  # streams, alike but for their length, and beside them perhaps weights
+        for part, tensor in enumerate(tensors):
+            optional = part > 0 and _outline(tensor) != _outline(tensors[0])
+            # A clone: what follows may add the residual in place.
+            seen[Place(layer, call, part, optional)] = tensor.detach().clone()
 
-        return hook
-
-    handles = [model.get_submodule(layer).register_forward_hook(hook_of(layer)) for layer in layers]
+    handles = [model.get_submodule(layer).register_forward_hook(partial(note, layer)) for layer in layers]
     try:
         yield seen
     finally:
@@ -58,45 +62,61 @@ def captured(model: nn.Module, layers: Iterable[str]) -> Iterator[dict[Place, Te
             handle.remove()
 
 
-def _floating(output: Any) -> list[Tensor]:
-    """The streams of hidden states, alike but for their length, and beside them perhaps attention weights."""
-    values = [output]
-    if isinstance(output, tuple | list):
-        values = list(output)
-    elif isinstance(output, Mapping):
-        values = list(output.values())
-    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-
-
 def _outline(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions, batch and width."""
     return (tensor.ndim, *tensor.shape[:1], *tensor.shape[-1:])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-Outputs = dict[Place, Tensor]
-
-
 @dataclass(frozen=True)
-class Judged:
-    """One tensor of one batch, judged."""
+class ModelPair:
+    """A model beside its swapped copy, and how both are run."""
 
-    batch: str
-    kind: Kind
-    layer: str
-    verdict: TensorVerdict
-    deviation: Deviation | None = None  # of an approximate kernel
+    original: nn.Module
+    swapped: nn.Module
+    report: SwapReport
+    family: Family
+    seed: int
 
     @property
-    def ok(self) -> bool:
-        return self.verdict.status == "ok"
+    def layers(self) -> list[str]:
+        return [row.name for row in self.report.swapped]
+
+    def batches(self) -> Batches:
+        """The same at every call."""
+        found = self.family.batches(self.original, torch.Generator().manual_seed(self.seed))
+        if not found:
+            raise ValueError(f"{self.family.name} gives no batch: there is nothing to compare")
+        return found
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """Of every swapped layer, and of the model itself."""
+        with comparing(self.seed), captured(model, self.layers) as seen:
+            result = batch.through(model)
+        return seen | self.end(model, result)
+
+    def end(self, model: nn.Module, result: Any) -> Outputs:
+        output = self.family.output(result)
+        tensors = output if isinstance(output, list) else [output]
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise FamilyError(f"the output of {type(model).__name__} is {kind}: it must be a floating-point tensor")
+        return {Place(END, part=part): tensor.detach() for part, tensor in enumerate(tensors)}
+
+    def calls(self) -> dict[str, int]:
+        """How often each swapped layer's kernel ran so far."""
+        return {row.name: row.calls for row in self.report.swapped}
+
+    def idle_since(self, before: Mapping[str, int]) -> list[str]:
+        """The swapped layers whose kernel did not run since `calls` gave `before`."""
+        return [layer for layer, calls in self.calls().items() if calls == before[layer]]
 
 
 @dataclass(frozen=True)
 class Forward:
-    judged: tuple[Judged, ...]  # batch by batch, in order of execution
+    """What step 4 gives: a row for each tensor judged, batch by batch in order of execution, and what is wrong."""
+
+    judged: tuple[Judged, ...]
     batches: int
     problem: str | None
     goldens: Mapping[str, Outputs] = field(repr=False)  # by batch: what the original gives in float64
@@ -113,73 +133,48 @@ class Forward:
         return max((row for row in self.judged if row.kind in kinds), key=lambda row: row.verdict.rank)
 
 
-def compare_forward(reference: nn.Module, swapped: nn.Module, report: SwapReport, family: Family, seed: int) -> Forward:
-    batches = family.batches(reference, torch.Generator().manual_seed(seed))
-    if not batches:
-        raise ValueError(f"{family.name} gives no batch: there is nothing to compare")
-    layers = [row.name for row in report.swapped]
+def compare_forward(pair: ModelPair) -> Forward:
+    batches = pair.batches()
 
     def run(model: nn.Module, given: Batches) -> dict[str, Outputs]:
-        return {name: outputs_of(model, batch, layers, family, seed) for name, batch in given.items()}
+        return {name: pair.outputs(model, batch) for name, batch in given.items()}
 
-    references, goldens = draw_all(reference, batches, run, seed=seed)
+    references, goldens = draw_all(pair.original, batches, run, seed=pair.seed)
     judged: list[Judged] = []
     bypassed: list[str] = []
 
-    def watch(name: str, before: dict[str, int]) -> None:
+    def note_bypassed(name: str, before: Mapping[str, int]) -> None:
         ran = {place.layer for place in references[0][name]}
-        bypassed.extend(row.name for row in report.swapped if row.name in ran and row.calls == before[row.name])
+        bypassed.extend(layer for layer in pair.idle_since(before) if layer in ran)
 
     for name, batch in each(batches, Tensor.clone).items():
-        before = calls_of(report)
-        candidate = outputs_of(swapped, batch, layers, family, seed)
-        watch(name, before)
+        before = pair.calls()
+        candidate = pair.outputs(pair.swapped, batch)
+        note_bypassed(name, before)
         r, g = [draw[name] for draw in references], [draw[name] for draw in goldens]
         with one_thread():
             judged += _judge_batch(name, batch, candidate, r, g)
-    idle = [layer for layer in layers if layer not in bypassed and layer in report.uncalled]
-    if any(isinstance(module, nn.MultiheadAttention) for module in reference.modules()):
+    idle = [layer for layer in pair.layers if layer not in bypassed and layer in pair.report.uncalled]
+    if any(isinstance(module, nn.MultiheadAttention) for module in pair.original.modules()):
         first = next(iter(batches))
-        before = calls_of(report)
-        judged += _judge_fast_path(reference, swapped, {first: batches[first]}, family, seed)
-        watch(first, before)
+        before = pair.calls()
+        judged += _judge_fast_path(pair, {first: batches[first]})
+        note_bypassed(first, before)
     return Forward(tuple(judged), len(batches), _problem(judged, bypassed, idle), goldens[0])
 
 
-def _judge_fast_path(
-    reference: nn.Module, swapped: nn.Module, batches: Batches, family: Family, seed: int
-) -> list[Judged]:
+def _judge_fast_path(pair: ModelPair, batches: Batches) -> list[Judged]:
     """The end again, as users run the model. torch's fast path gives padding other values, so it is on everywhere."""
 
     def run(model: nn.Module, given: Batches) -> Outputs:
         (batch,) = given.values()
-        with comparing(seed, fast_path=True):
-            return _end(batch.through(model), model, family)
+        with comparing(pair.seed, fast_path=True):
+            return pair.end(model, batch.through(model))
 
-    references, goldens = draw_all(reference, batches, run, seed=seed)
-    candidate = run(swapped, each(batches, Tensor.clone))
+    references, goldens = draw_all(pair.original, batches, run, seed=pair.seed)
+    candidate = run(pair.swapped, each(batches, Tensor.clone))
     ((name, batch),) = batches.items()
     return [replace(row, kind="fast path") for row in _judge_batch(name, batch, candidate, references, goldens)]
-
-
-def calls_of(report: SwapReport) -> dict[str, int]:
-    return {row.name: row.calls for row in report.swapped}
-
-
-def outputs_of(model: nn.Module, batch: Batch, layers: Sequence[str], family: Family, seed: int) -> Outputs:
-    with comparing(seed), captured(model, layers) as seen:
-        result = batch.through(model)
-    return seen | _end(result, model, family)
-
-
-def _end(result: Any, model: nn.Module, family: Family) -> Outputs:
-    found = family.output(result)
-    tensors = found if isinstance(found, list) else [found]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise FamilyError(f"the output of {type(model).__name__} is {kind}: it must be a floating-point tensor")
-    return {Place(END, part=part): tensor for part, tensor in enumerate(tensors)}
 
 
 def _judge_batch(

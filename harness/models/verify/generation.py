@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from harness.cell.rule import TensorVerdict, judge
 from harness.models.families.family import Family
-from harness.models.verify.forward import Judged, calls_of, describe
+from harness.models.verify.forward import ModelPair, describe
 from harness.models.verify.golden import Batches, comparing, draw_all
 from harness.models.verify.metering import Meters
-from harness.models.verify.result import LATENTS, Deviation
-from harness.swaps import SwapReport
+from harness.models.verify.result import LATENTS, Deviation, Judged
 from harness.text import ratio, small
 
 Generate = Callable[[nn.Module, torch.Generator], Tensor]
@@ -28,34 +27,24 @@ class Generation:
     first_difference: int | None = None  # step of the first token that is another one
 
 
-def compare_generation(
-    reference: nn.Module,
-    swapped: nn.Module,
-    report: SwapReport,
-    family: Family,
-    generate: Generate,
-    seed: int,
-    *,
-    meters: Meters | None = None,
-) -> Generation:
+def compare_generation(pair: ModelPair, generate: Generate, *, meters: Meters | None = None) -> Generation:
     """With an approximate kernel that skipped something (`meters` tell), what differs is reported and no failure."""
 
     def run(model: nn.Module, batches: Batches) -> Tensor:
-        with comparing(seed):
-            return generate(model, torch.Generator().manual_seed(seed))
+        with comparing(pair.seed):
+            return generate(model, torch.Generator().manual_seed(pair.seed))
 
     for meter in (meters or {}).values():
         meter.clear()
-    before = calls_of(report)
-    found = run(swapped, {})
+    before = pair.calls()
+    found = run(pair.swapped, {})
     approximate = any(meter.skipped_any for meter in (meters or {}).values())
-    idle = [row.name or "the model" for row in report.swapped if row.calls == before[row.name]]
-    if idle:
+    if idle := [layer or "the model" for layer in pair.idle_since(before)]:
         return Generation(f"bypassed: generation ran without the swapped {', '.join(idle)}", passed=False)
     if not found.is_floating_point():
-        with _steps(reference, family) as steps:
-            return _compare_tokens(found, run(reference, {}), steps, approximate=approximate)
-    references, goldens = draw_all(reference, {}, run, seed=seed)
+        with _steps(pair.original, pair.family) as steps:
+            return _compare_tokens(found, run(pair.original, {}), steps, approximate=approximate)
+    references, goldens = draw_all(pair.original, {}, run, seed=pair.seed)
     if approximate:
         return _measure_latents(found, goldens[0])
     verdict = judge(LATENTS, found, references, goldens, regime="generated")
@@ -77,8 +66,8 @@ def _measure_latents(found: Tensor, golden: Tensor) -> Generation:
     shape = " x ".join(map(str, found.shape))
     if not finite:
         return Generation(f"latents {shape} are not finite", False, judged)
-    told = f"L1 {own.rel_l1:.3g}, cosine {own.cosine:.4f}, RMSE {small(own.rmse)}, max {small(own.max_abs)}"
-    return Generation(f"latents {shape} approximate the original's: {told}", True, judged)
+    message = f"L1 {own.rel_l1:.3g}, cosine {own.cosine:.4f}, RMSE {small(own.rmse)}, max {small(own.max_abs)}"
+    return Generation(f"latents {shape} approximate the original's: {message}", True, judged)
 
 
 def _compare_tokens(found: Tensor, wanted: Tensor, logits: list[Tensor], *, approximate: bool) -> Generation:
@@ -96,11 +85,11 @@ def _compare_tokens(found: Tensor, wanted: Tensor, logits: list[Tensor], *, appr
     if 0 <= step < len(logits):
         row = logits[step][sequence]
         gap = f"; the original's logits are {small(float(row[theirs] - row[ours]))} apart"
-    told = f"sequence {sequence}, step {step}: token {ours} instead of {theirs}{gap}"
+    message = f"sequence {sequence}, step {step}: token {ours} instead of {theirs}{gap}"
     if approximate:
         same = wanted.numel() - len(differing)
-        told = f"{same} of {wanted.numel()} tokens equal; the first that differs: {told}"
-    return Generation(told, approximate, first_difference=step)
+        message = f"{same} of {wanted.numel()} tokens equal; the first that differs: {message}"
+    return Generation(message, approximate, first_difference=step)
 
 
 @contextmanager

@@ -1,28 +1,35 @@
-"""What a verification found: five steps, and one row for every layer and batch that was judged."""
+"""What a verification gives: its five steps, and a row for every layer and batch that was judged."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from harness.cell.approximate import Metrics
+from harness.cell.rule import TensorVerdict
 from harness.errors import BadInput
 from harness.models.families.family import Structure
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+STEPS = ("load", "inspect", "swap", "forward", "generate")
+Status = Literal["passed", "failed", "none", "not run"]  # none: there is no such step for this model
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How far an approximation is from what it stands for.
+END = "(end)"  # the model's own output, after the last layer
+LATENTS = "(generated)"  # what a diffusion model's denoising gave
+Kind = Literal["layer", "end", "fast path", "generated"]  # fast path: the end again, as users run the model
+
+LOOSEST_TUNED = 0.08  # SpargeAttn's, with a PV threshold
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """Of all elements together, against float64. What is not finite makes them NaN or infinite: beyond any limit."""
+    """How far an approximation is from float64, all elements together; NaN or infinite where one is not finite."""
 
     rel_l1: float  # sum|C - G| / sum|G|
     cosine: float
@@ -40,27 +47,41 @@ class Deviation:
         wanted = torch.cat([wanted.detach().reshape(-1).double() for _, wanted in pairs])
         return cls(**asdict(Metrics.of(found, wanted)))
 
+    @classmethod
+    def unknown(cls) -> "Deviation":
+        """Beyond any limit."""
+        return cls(math.nan, math.nan, math.nan, math.nan)
+
     @property
     def rank(self) -> float:
         """Worst last; a NaN is worse than any number."""
-        return self.rel_l1 if self.rel_l1 == self.rel_l1 else float("inf")
-
-    @classmethod
-    def unknown(cls) -> "Deviation":
-        nan = float("nan")
-        return cls(nan, nan, nan, nan)
+        return math.inf if math.isnan(self.rel_l1) else self.rel_l1
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How far an approximate kernel may be from dense attention.
+@dataclass(frozen=True)
+class Judged:
+    """One tensor of one batch, judged."""
+
+    batch: str
+    kind: Kind
+    layer: str
+    verdict: TensorVerdict
+    deviation: Deviation | None = None  # of an approximate kernel
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict.status == "ok"
 
 
-LOOSEST_TUNED = 0.08  # SpargeAttn's, with a PV threshold
+LAYER_COLUMNS = ("batch", "kind", "layer", "tensor", "status", "reason", "max_abs_err", "mean_abs_err", "max_rel_err",
+                 "max_ulp_err", "ref_max_abs_err", "err_budget", "err_ratio", "block_ratio", "mean_ratio",
+                 *(column.name for column in fields(Deviation)))  # fmt: skip
+STRUCTURE_COLUMNS = ("attention_class", "layers", "attentions", "heads", "kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of the relative L1, sum|C - G| / sum|G|, with G in float64."""
+    """How far an approximate kernel may be from dense: limits of sum|C - G| / sum|G|, with G in float64."""
 
     rel_l1: float = 0.07  # of each layer's attention, against dense attention on the same q, k and v
     end_rel_l1: float = 0.08  # of the model's output, against the original model's
@@ -74,8 +95,8 @@ class Budget:
         return cls(rel_l1=max(cls.rel_l1, min(limit, LOOSEST_TUNED)))
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], *, default: "Budget | None" = None) -> "Budget":
-        """`given` as on the command line; what it leaves out is as in `default`."""
+    def of(cls, given: Mapping[str, Any], *, tuned_for: float | None = None) -> "Budget":
+        """`given` as on the command line; what it leaves out is the default, or that of thresholds `tuned_for` it."""
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name not in known:
@@ -83,23 +104,24 @@ class Budget:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (number and math.isfinite(value) and value >= 0):
                 raise BadInput(f"budget {name} = {value!r}: must be a number, 0 or more")
-        default = default or cls()
+        default = cls() if tuned_for is None else cls.for_tuned(tuned_for)
         return cls(**{name: float(given.get(name, getattr(default, name))) for name in known})
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-STEPS = ("load", "inspect", "swap", "forward", "generate")
-Status = Literal["passed", "failed", "none", "not run"]  # none: there is no such step for this model
-
-END = "(end)"  # the model's own output, after the last layer
-LATENTS = "(generated)"  # what a diffusion model's denoising gave
-Kind = Literal["layer", "end", "fast path", "generated"]  # fast path: the end again, as users run the model
+    def describe(self, *, tuned_for: float | None) -> str:
+        """Both limits, each with where it comes from."""
+        default = Budget()
+        layer = "default" if self.rel_l1 == default.rel_l1 else "given"
+        end = "default" if self.end_rel_l1 == default.end_rel_l1 else "given"
+        if layer == "given" and tuned_for is not None and self.rel_l1 == Budget.for_tuned(tuned_for).rel_l1:
+            layer = "the tuned file's"
+        limits = f"limits: layer {self.rel_l1:g} ({layer}), end {self.end_rel_l1:g} ({end})"
+        if tuned_for is not None and tuned_for > self.rel_l1:
+            limits += f"; tuned for {tuned_for:g}, which is looser: --budget rel_l1={tuned_for:g} allows it"
+        return limits
 
 
 @dataclass(frozen=True)
-class Step:
+class VerifyStep:
     name: str
     status: Status
     message: str  # one line: what was found, or what is wrong
@@ -109,27 +131,46 @@ class Step:
 
 @dataclass(frozen=True)
 class Verification:
-    """`layers` has a row per batch and layer in order of execution, and one for the model's end."""
+    """One model verified: the steps in their order, and what each of them told."""
 
     family: str
-    title: str
-    library: str  # with its version
     kernel: str
-    steps: tuple[Step, ...]
-    layers: "DataFrame" = field(repr=False, compare=False)
+    steps: tuple[VerifyStep, ...] = ()
+    judged: tuple[Judged, ...] = field(default=(), repr=False, compare=False)  # in order of execution
+    title: str = ""
+    library: str = ""  # with its version
     structure: Structure | None = None  # None here and below: the step that tells it was not reached
     parameters: int | None = None
     swapped: int | None = None
-    approximate: bool = False  # the kernel left something out: judged by a budget instead of by equality
-    sparsity: float | None = None  # of all layers and batches of the forward step
+    sparsity: float | None = None  # of all layers and batches of the forward step; None: the kernel left nothing out
     first_difference: int | None = None  # the step of the first generated token that is another one
+
+    @cached_property
+    def layers(self) -> "DataFrame":
+        """A row per batch and layer in order of execution, and one for the model's end."""
+        import pandas as pd
+
+        rows = [
+            asdict(row.verdict)
+            | (asdict(row.deviation) if row.deviation else {})
+            | {"batch": row.batch, "kind": row.kind, "layer": row.layer or "the model"}
+            for row in self.judged
+        ]
+        frame = pd.DataFrame(rows, columns=list(LAYER_COLUMNS))
+        frame.insert(0, "family", self.family)
+        return frame
+
+    @property
+    def approximate(self) -> bool:
+        """The kernel left something out: judged by a budget instead of by equality."""
+        return self.sparsity is not None
 
     @property
     def passed(self) -> bool:
         return all(step.status in ("passed", "none") for step in self.steps)
 
     @property
-    def failure(self) -> Step | None:
+    def failure(self) -> VerifyStep | None:
         """The first step that failed."""
         return next((step for step in self.steps if step.status == "failed"), None)
 
@@ -145,7 +186,7 @@ class Verification:
     def seconds(self) -> float:
         return sum(step.seconds for step in self.steps)
 
-    def step(self, name: str) -> Step:
+    def step(self, name: str) -> VerifyStep:
         return next(step for step in self.steps if step.name == name)
 
     def worst(self, *kinds: Kind) -> dict[str, Any]:
@@ -161,19 +202,14 @@ class Verification:
 
     def row(self) -> dict[str, Any]:
         """This verification as a row of the table of all; None where a step was not reached."""
-        layer, structure, failure = self.worst("layer"), self.structure, self.failure
+        layer, failure = self.worst("layer"), self.failure
         return {
             "family": self.family,
             "title": self.title,
             "library": self.library,
             "kernel": self.kernel,
             "parameters": self.parameters,
-            "attention_class": structure and structure.attention_class,
-            "layers": structure and structure.layers,
-            "attentions": structure and structure.attentions,
-            "heads": structure and structure.heads,
-            "kv_heads": structure and structure.kv_heads,
-            "head_dim": structure and structure.head_dim,
+            **{name: getattr(self.structure, name, None) for name in STRUCTURE_COLUMNS},
             "swapped": self.swapped,
             "worst_layer": layer.get("layer"),
             "worst_layer_batch": layer.get("batch"),

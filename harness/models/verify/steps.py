@@ -1,89 +1,42 @@
-"""`harness.models.verify.verify`: load, inspect, swap, forward, generate, each with what it found."""
+"""`harness.models.verify.verify`: swap the attention of a model and prove, in five steps, that it is the same model.
+
+load, inspect, swap, forward, generate: each gives a status and one line that tells what was found or what is wrong.
+After a step that failed the next one is taken all the same; where one raised, those behind it are not run.
+"""
 
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import nn
 
 from harness.cell.build import ContractBroken, WatchedKernel
 from harness.cell.state import preserved
 from harness.errors import BadInput
-from harness.kernels.call import BlockCount, Kernel, Unsupported
+from harness.kernels.call import Kernel, Unsupported
 from harness.kernels.front import AnyKernel, find_kernel
-from harness.kernels.names import is_plugin
-from harness.models.families.family import Family, Structure, find_family
+from harness.models.families.family import Family, Structure
 from harness.models.tuning import file as tuning_file
-from harness.models.tuning.file import Tuned, TuningError, fingerprint
-from harness.models.tuning.heads import give_layers_their_own, placeholder, tuned_name
+from harness.models.tuning.file import Tuned, TuningError
+from harness.models.tuning.heads import give_layers_their_own, placeholder, tuned_name, warn_of_other_weights
 from harness.models.verify.approximation import compare_approximate
-from harness.models.verify.forward import Forward, Judged, compare_forward
+from harness.models.verify.forward import ModelPair, compare_forward
 from harness.models.verify.generation import compare_generation
 from harness.models.verify.golden import dtype_of
 from harness.models.verify.metering import Meters, attach_meters
-from harness.models.verify.result import STEPS, Budget, Deviation, Status, Step, Verification
-from harness.models.verify.user_model import family_of_model, model_and_inputs, user_function
+from harness.models.verify.result import STEPS, Budget, Status, Verification, VerifyStep
+from harness.models.verify.subject import Load, subject
 from harness.swaps import SwapReport, swap
-from harness.swaps.weights import WeightSource, same_bits
+from harness.swaps.weights import WeightSource, parameter_count, same_bits
 from harness.text import count, plural
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Step 3: was everything replaced that should be, and did every weight come along?
-
-
-def problem_of_swap(reference: nn.Module, swapped: nn.Module, report: SwapReport, attentions: int) -> str | None:
-    done = len(report.swapped)
-    if done != attentions:
-        names = ", ".join(row.name or "the model" for row in report.swapped)
-        return f"{done} of {attentions} replaced: {names}"
-    before, after = parameters_of(reference), parameters_of(swapped)
-    if before != after:
-        return f"{after:,} parameters instead of {before:,}"
-    return _moved_weight(reference, swapped, report)
-
-
-def parameters_of(model: nn.Module) -> int:
-    """Tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def describe_swap(report: SwapReport, parameters: int) -> str:
-    done = len(report.swapped)
-    became = ", ".join(dict.fromkeys(row.became for row in report.swapped))
-    return f"{done} of {done} replaced by {became}; {count(parameters)} parameters as before, the same bits"
-
-
-def _moved_weight(reference: nn.Module, swapped: nn.Module, report: SwapReport) -> str | None:
-    """The first weight or buffer that is not, bit for bit, what it was; every one has a source."""
-    sources = report.sources()
-    old = {**dict(reference.named_parameters(remove_duplicate=False)), **dict(reference.named_buffers())}
-    new = {**dict(swapped.named_parameters()), **dict(swapped.named_buffers())}  # shared ones under their first name
-    for name, tensor in new.items():
-        source = sources.get(name, WeightSource(name))
-        if source.name not in old:
-            return f"{name} has no counterpart in the original"
-        if not same_bits(tensor, source.of(old[source.name])):
-            return f"{name} is not the original's {source.name}, bit for bit"
-    return None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
-
-LAYER_COLUMNS = ("batch", "kind", "layer", "tensor", "status", "reason", "max_abs_err", "mean_abs_err", "max_rel_err",
-                 "max_ulp_err", "ref_max_abs_err", "err_budget", "err_ratio", "block_ratio", "mean_ratio",
-                 *(column.name for column in fields(Deviation)))  # fmt: skip
-Load = Callable[[], tuple[nn.Module, Family]]
 
 
 def verify(
@@ -96,7 +49,7 @@ def verify(
     seed: int = 0,
     tuned: Tuned | str | Path | None = None,
     budget: Budget | Mapping[str, float] | None = None,
-    on_step: Callable[[Step], None] | None = None,
+    on_step: Callable[[VerifyStep], None] | None = None,
     tamper: Callable[[nn.Module], None] | None = None,
 ) -> Verification:
     """Swap the attention of a real model and prove that the model is still the same.
@@ -118,230 +71,122 @@ def verify(
         tuned = tuned_name(kernel)
     thresholds = tuned if tuned is None or isinstance(tuned, Tuned) else tuning_file.load(tuned)
     found = find_kernel(kernel) if thresholds is None else placeholder(thresholds)
-    limits = budget if isinstance(budget, Budget) else _budget(budget or {}, thresholds)
+    if not isinstance(budget, Budget):
+        budget = Budget.of(budget or {}, tuned_for=None if thresholds is None else thresholds.limit)
     name, load = subject(target, config or {}, None if path is None else Path(path), inputs)
-    modules = list(target.modules()) if isinstance(target, nn.Module) else []
-    flags = [module.training for module in modules]
+    flags = [(module, module.training) for module in target.modules()] if isinstance(target, nn.Module) else []
     try:
         with preserved():
-            return _Run(name, found, seed, on_step, tamper, thresholds, limits).through(load)
+            return _Run(name, load, found, seed, thresholds, budget, on_step, tamper).through()
     finally:
-        for module, training in zip(modules, flags, strict=True):
+        for module, training in flags:
             module.training = training
 
 
-def _budget(given: Mapping[str, float], tuned: Tuned | None) -> Budget:
-    default = Budget() if tuned is None else Budget.for_tuned(tuned.limit)
-    return Budget.of(given, default=default)
-
-
-def _limits_told(limits: Budget, tuned: Tuned | None) -> str:
-    """With where they come from."""
-    default = Budget()
-    layer, end = ("default" if is_default else "given" for is_default in
-                  (limits.rel_l1 == default.rel_l1, limits.end_rel_l1 == default.end_rel_l1))  # fmt: skip
-    if layer == "given" and tuned is not None and limits.rel_l1 == Budget.for_tuned(tuned.limit).rel_l1:
-        layer = "the tuned file's"
-    told = f"limits: layer {limits.rel_l1:g} ({layer}), end {limits.end_rel_l1:g} ({end})"
-    if tuned is not None and tuned.limit > limits.rel_l1:
-        told += f"; tuned for {tuned.limit:g}, which is looser: --budget rel_l1={tuned.limit:g} allows it"
-    return told
-
-
-def subject(
-    target: str | Family | nn.Module, config: Mapping[str, Any], path: Path | None, inputs: Any
-) -> tuple[str, Load]:
-    """What is verified, and how it is loaded."""
-    if isinstance(target, Family) or (isinstance(target, str) and not is_plugin(target)):
-        wanted = target
-        name = wanted if isinstance(wanted, str) else wanted.name
-        if inputs is not None:
-            raise BadInput(f"inputs: {name} makes its own")
-        if path is not None and config:
-            raise BadInput(f"config ({', '.join(config)}) and path ({path}): a checkpoint has its own config")
-
-        def load() -> tuple[nn.Module, Family]:
-            family = find_family(wanted) if isinstance(wanted, str) else wanted
-            return family.build(config) if path is None else family.load(path), family
-
-        return name, load
-    if config or path is not None:
-        raise BadInput(f"{'config' if config else 'path'}: only a family has one; your own model is built by your code")
-    if isinstance(target, nn.Module):
-        module = target
-        name = type(module).__name__
-        return name, lambda: (module, family_of_model(name, module, inputs))
-    if inputs is not None:
-        raise BadInput(f"inputs: {target} must give them itself, as a pair of model and inputs")
-    spec, function = target, user_function(target)
-
-    def build() -> tuple[nn.Module, Family]:
-        model, given = model_and_inputs(spec, function())
-        return model, family_of_model(spec, model, given)
-
-    return spec, build
-
-
-def _other_weights(tuned: Tuned, model: nn.Module) -> str:
-    """Thresholds of a fine-tuned sibling may do; that they are not this model's own must be known."""
-    if (found := fingerprint(model)) == tuned.weights:
-        return ""
-    theirs, ours = (text.removeprefix("sha256:")[:8] or "none" for text in (tuned.weights, found))
-    return f"; warning: tuned on other weights (sha256 {theirs}, this model's {ours})"
-
-
-class _Stopped(Exception):
-    """A step raised: those after it have nothing to work on."""
-
-
+@dataclass
 class _Run:
-    """One verification under way."""
+    """One verification under way: each step leaves here what those after it need."""
 
-    def __init__(
-        self,
-        name: str,
-        kernel: Kernel,
-        seed: int,
-        on_step: Callable[[Step], None] | None,
-        tamper: Callable[[nn.Module], None] | None,
-        tuned: Tuned | None,
-        budget: Budget,
-    ) -> None:
-        self.name, self.kernel, self.seed, self.on_step, self.tamper = name, kernel, seed, on_step, tamper
-        self.tuned, self.budget = tuned, budget
-        self.meters: Meters | None = None  # of an approximate kernel
-        self.count: BlockCount | None = None
-        self.first_difference: int | None = None
-        self.family: Family | None = None
-        self.structure: Structure | None = None
-        self.parameters: int | None = None
-        self.swapped: int | None = None
-        self.steps: list[Step] = []
-        self.judged: list[Judged] = []
+    name: str
+    read: Load
+    kernel: Kernel
+    seed: int
+    tuned: Tuned | None
+    budget: Budget
+    on_step: Callable[[VerifyStep], None] | None
+    tamper: Callable[[nn.Module], None] | None
+    done: Verification = field(init=False)  # as far as it is known
+    model: nn.Module = field(init=False)
+    family: Family = field(init=False)
+    structure: Structure = field(init=False)
+    pair: ModelPair = field(init=False)
+    meters: Meters | None = None  # of an approximate kernel
 
-    def through(self, load: Load) -> Verification:
-        try:
-            model = self._load(load)
-            self._inspect(model)
-            swapped, report = self._swap(model)
-            if self.tamper is not None:
-                self.tamper(swapped)
-            self._forward(model, swapped, report)
-            self._generate(model, swapped, report)
-        except _Stopped:
-            failed = self.steps[-1].name
-            for name in STEPS[len(self.steps) :]:
-                self._end(Step(name, "not run", f"{failed} failed"))
-        return Verification(
-            family=self.name,
-            title=self.family.title if self.family else "",
-            library=_with_version(self.family.library) if self.family else "",
-            kernel=self.kernel.name,
-            steps=tuple(self.steps),
-            layers=_table(self.name, self.judged),
-            structure=self.structure,
-            parameters=self.parameters,
-            swapped=self.swapped,
-            sparsity=self.count.sparsity if self.count else None,
-            approximate=self.count is not None,
-            first_difference=self.first_difference,
-        )
+    def through(self) -> Verification:
+        self.done = Verification(self.name, self.kernel.name)
+        for name, take in zip(STEPS, (self.load, self.inspect, self.swap, self.forward, self.generate), strict=True):
+            step = self._timed(name, take)
+            self.done = replace(self.done, steps=(*self.done.steps, step))
+            if self.on_step is not None:
+                self.on_step(step)
+        return self.done
 
-    def _load(self, load: Load) -> nn.Module:
-        with self._step("load") as end:
-            torch.manual_seed(self.seed)
-            started = time.perf_counter()
-            model, self.family = load()
-            model.eval()  # dropout would differ from itself
-            self.parameters = parameters_of(model)
-            seconds = time.perf_counter() - started
-            dtype = str(dtype_of(model)).removeprefix("torch.")
-            end("passed", f"{type(model).__name__}, {count(self.parameters)} parameters, {dtype}, {seconds:.1f} s")
-        return model
-
-    def _inspect(self, model: nn.Module) -> None:
-        assert self.family is not None
-        with self._step("inspect") as end:
-            found = self.structure = self.family.inspect(model)
-            heads = f"{count(found.heads)} heads, {count(found.kv_heads)} kv heads, head dim {count(found.head_dim)}"
-            layers = plural(found.layers, "layer", "layers")
-            attentions = f", {found.attentions} attentions" if found.attentions != found.layers else ""
-            end("passed", f"{layers}{attentions} of {found.attention_class}: {heads}")
-
-    def _swap(self, model: nn.Module) -> tuple[nn.Module, SwapReport]:
-        assert self.family is not None and self.structure is not None
-        with self._step("swap") as end:
-            watched = WatchedKernel(self.kernel).as_kernel()  # a kernel that writes into its inputs is told of by name
-            swapped, report = swap(model, kernel=watched, **self.family.swap_options)
-            if self.tuned is not None:
-                give_layers_their_own(
-                    self.tuned,
-                    report,
-                    heads=self.structure.heads,
-                    around=lambda kernel: WatchedKernel(kernel).as_kernel(),
-                )
-            if self.kernel.approximate:
-                self.meters = attach_meters(report)
-            self.swapped = len(report.swapped)
-            problem = problem_of_swap(model, swapped, report, self.structure.attentions)
-            warning = "" if self.tuned is None else _other_weights(self.tuned, model)
-            end("failed" if problem else "passed", (problem or describe_swap(report, parameters_of(swapped))) + warning)
-        return swapped, report
-
-    def _forward(self, model: nn.Module, swapped: nn.Module, report: SwapReport) -> None:
-        assert self.family is not None
-        with self._step("forward") as end:
-            found: Forward
-            if self.meters is None:
-                found = compare_forward(model, swapped, report, self.family, self.seed)
-            else:
-                found = approximation = compare_approximate(
-                    model, swapped, report, self.family, self.seed, meters=self.meters, budget=self.budget
-                )
-                self.count = approximation.count if approximation.skipped_any else None
-            self.judged += found.judged
-            limits = f"; {_limits_told(self.budget, self.tuned)}" if self.count is not None else ""
-            end("failed" if found.problem else "passed", (found.problem or found.summary) + limits)
-
-    def _generate(self, model: nn.Module, swapped: nn.Module, report: SwapReport) -> None:
-        assert self.family is not None
-        with self._step("generate") as end:
-            generate = self.family.generate
-            if generate is None:
-                end("none", f"{self.family.name} does not generate")
-                return
-            found = compare_generation(model, swapped, report, self.family, generate, self.seed, meters=self.meters)
-            self.judged += found.judged
-            self.first_difference = found.first_difference
-            end("passed" if found.passed else "failed", found.message)
-
-    @contextmanager
-    def _step(self, name: str) -> Iterator[Callable[[Status, str], None]]:
+    def load(self) -> tuple[Status, str]:
+        torch.manual_seed(self.seed)
         started = time.perf_counter()
+        self.model, self.family = self.read()
+        self.model.eval()  # dropout would differ from itself
+        library = f"{self.family.library} {metadata.version(self.family.library)}"
+        parameters = parameter_count(self.model)
+        self.done = replace(self.done, title=self.family.title, library=library, parameters=parameters)
+        seconds = time.perf_counter() - started
+        dtype = str(dtype_of(self.model)).removeprefix("torch.")
+        return "passed", f"{type(self.model).__name__}, {count(parameters)} parameters, {dtype}, {seconds:.1f} s"
 
-        def end(status: Status, message: str) -> None:
-            self._end(Step(name, status, message, time.perf_counter() - started))
+    def inspect(self) -> tuple[Status, str]:
+        found = self.structure = self.family.inspect(self.model)
+        self.done = replace(self.done, structure=found)
+        heads = f"{count(found.heads)} heads, {count(found.kv_heads)} kv heads, head dim {count(found.head_dim)}"
+        attentions = f", {found.attentions} attentions" if found.attentions != found.layers else ""
+        return "passed", f"{plural(found.layers, 'layer', 'layers')}{attentions} of {found.attention_class}: {heads}"
 
+    def swap(self) -> tuple[Status, str]:
+        def watched(kernel: Kernel) -> Kernel:  # a kernel that writes into its inputs is told of by name
+            return WatchedKernel(kernel).as_kernel()
+
+        swapped, report = swap(self.model, kernel=watched(self.kernel), **self.family.swap_options)
+        warning = ""
+        if self.tuned is not None:
+            give_layers_their_own(self.tuned, report, heads=self.structure.heads, around=watched)
+            warning = warn_of_other_weights(self.tuned, self.model)
+        if self.kernel.approximate:
+            self.meters = attach_meters(report)
+        self.pair = ModelPair(self.model, swapped, report, self.family, self.seed)
+        self.done = replace(self.done, swapped=len(report.swapped))
+        problem = problem_of_swap(self.pair, self.structure.attentions)
+        message = (problem or _describe_swap(report, parameter_count(swapped))) + warning
+        if self.tamper is not None:
+            self.tamper(swapped)
+        return "failed" if problem else "passed", message
+
+    def forward(self) -> tuple[Status, str]:
+        limits = ""
+        if self.meters is None:
+            found = compare_forward(self.pair)
+        else:
+            found = approximate = compare_approximate(self.pair, meters=self.meters, budget=self.budget)
+            if approximate.skipped_any:
+                self.done = replace(self.done, sparsity=approximate.count.sparsity)
+                limits = f"; {self.budget.describe(tuned_for=None if self.tuned is None else self.tuned.limit)}"
+        self.done = replace(self.done, judged=found.judged)
+        return "failed" if found.problem else "passed", (found.problem or found.summary) + limits
+
+    def generate(self) -> tuple[Status, str]:
+        if self.family.generate is None:
+            return "none", f"{self.family.name} does not generate"
+        found = compare_generation(self.pair, self.family.generate, meters=self.meters)
+        judged = (*self.done.judged, *found.judged)
+        self.done = replace(self.done, judged=judged, first_difference=found.first_difference)
+        return "passed" if found.passed else "failed", found.message
+
+    def _timed(self, name: str, take: Callable[[], tuple[Status, str]]) -> VerifyStep:
+        if broken := next((step.name for step in self.done.steps if step.raised), None):
+            return VerifyStep(name, "not run", f"{broken} failed")
+        started = time.perf_counter()
         try:
-            yield end
+            status, message = take()
         except (Exception, SystemExit) as error:  # whatever a user's code raises
             if isinstance(error, TuningError) or (name == "load" and isinstance(error, BadInput)):
                 raise  # a config, a checkpoint or thresholds that are wrong: nothing was verified
             log.debug("%s: %s raised", self.name, name, exc_info=True)
-            self._end(Step(name, "failed", describe_error(error), time.perf_counter() - started, raised=True))
-            raise _Stopped from error
-
-    def _end(self, step: Step) -> None:
-        self.steps.append(step)
-        if self.on_step is not None:
-            self.on_step(step)
+            return VerifyStep(name, "failed", describe_error(error), time.perf_counter() - started, raised=True)
+        return VerifyStep(name, status, message, time.perf_counter() - started)
 
 
 def not_loaded(name: str, kernel: Kernel, error: BadInput) -> Verification:
     """A family that could not even be built, as a row among others."""
-    rest = (Step(step, "not run", "load failed") for step in STEPS[1:])
-    steps = (Step("load", "failed", str(error), raised=True), *rest)
-    return Verification(name, "", "", kernel.name, steps, _table(name, []))
+    rest = (VerifyStep(step, "not run", "load failed") for step in STEPS[1:])
+    return Verification(name, kernel.name, (VerifyStep("load", "failed", str(error), raised=True), *rest))
 
 
 def describe_error(error: BaseException) -> str:
@@ -353,17 +198,26 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line} ({last.filename}:{last.lineno})"
 
 
-def _with_version(library: str) -> str:
-    return f"{library} {metadata.version(library)}"
+def problem_of_swap(pair: ModelPair, attentions: int) -> str | None:
+    """An attention that was not replaced, or the first weight or buffer that is not, bit for bit, what it was."""
+    if len(pair.layers) != attentions:
+        return f"{len(pair.layers)} of {attentions} replaced: {', '.join(name or 'the model' for name in pair.layers)}"
+    before, after = parameter_count(pair.original), parameter_count(pair.swapped)
+    if before != after:
+        return f"{after:,} parameters instead of {before:,}"
+    sources = pair.report.sources()
+    old = {**dict(pair.original.named_parameters(remove_duplicate=False)), **dict(pair.original.named_buffers())}
+    new = {**dict(pair.swapped.named_parameters()), **dict(pair.swapped.named_buffers())}  # shared ones once
+    for name, tensor in new.items():
+        source = sources.get(name, WeightSource(name))
+        if source.name not in old:
+            return f"{name} has no counterpart in the original"
+        if not same_bits(tensor, source.of(old[source.name])):
+            return f"{name} is not the original's {source.name}, bit for bit"
+    return None
 
 
-def _table(family: str, judged: list[Judged]) -> pd.DataFrame:
-    rows = [
-        asdict(row.verdict)
-        | (asdict(row.deviation) if row.deviation else {})
-        | {"batch": row.batch, "kind": row.kind, "layer": row.layer or "the model"}
-        for row in judged
-    ]
-    frame = pd.DataFrame(rows, columns=list(LAYER_COLUMNS))
-    frame.insert(0, "family", family)
-    return frame
+def _describe_swap(report: SwapReport, parameters: int) -> str:
+    done = len(report.swapped)
+    became = ", ".join(dict.fromkeys(row.became for row in report.swapped))
+    return f"{done} of {done} replaced by {became}; {count(parameters)} parameters as before, the same bits"

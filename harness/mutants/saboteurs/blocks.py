@@ -1,21 +1,20 @@
-"""Wrong layers around a right attention: residuals, norms, activation, and the biases of the projections."""
+"""Wrong layers around a right attention: residuals, norms, activation, and the biases of the projections.
 
+A right candidate is made wrong by giving its modules another class: they keep every parameter and its name. Not by
+replacing bound methods: a float32 copy of the module would still call those of the original.
+"""
+
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.case import Case
 from harness.cell.build import Pair
 from harness.mutants.saboteurs.reach import chooses, is_block, is_latent
-from harness.mutants.saboteurs.saboteur import in_module
+from harness.mutants.saboteurs.saboteur import in_class, in_module
 from harness.variants.blocks import EncoderLayer
 from harness.variants.mla import MultiHeadLatentAttention
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How a right candidate is made wrong: its modules change their class, and keep every parameter and its name.
-#
-# Not by replacing bound methods: a float32 copy of the module would still call those of the original.
 
 
 def attention_of(pair: Pair) -> nn.Module:
@@ -27,6 +26,13 @@ def become(module: nn.Module, wrong: type[nn.Module]) -> None:
     """`wrong` overrides methods of the module's own class."""
     assert type(module) in wrong.__bases__, f"{wrong.__name__} is no {type(module).__name__}"
     module.__class__ = wrong
+
+
+def become_part(pair: Pair, name: str, wrong: type[nn.Module]) -> None:
+    """Nothing where the attention has no part of that name: MLA's are others, and not every MLA has a query norm."""
+    part = getattr(attention_of(pair), name, None)
+    if part is not None:
+        become(part, wrong)
 
 
 def become_latent(pair: Pair, wrong: type[MultiHeadLatentAttention]) -> None:
@@ -41,10 +47,14 @@ def become_block(pair: Pair, wrong: type[EncoderLayer]) -> None:
         become(module, wrong)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+in_latent = partial(in_class, become_latent)
+in_block = partial(in_class, become_block)
 
 
+@in_block("residual_missing", applies=is_block)
 class _WithoutAttentionResidual(EncoderLayer):
+    """The attention's output replaces its input; it should be added to it."""
+
     def forward(self, x: Tensor, **rules: Any) -> Tensor:
         if self.norm_first:
             x = self.dropout(self.attention(self.norm1(x), **rules))
@@ -52,12 +62,6 @@ class _WithoutAttentionResidual(EncoderLayer):
         x = self.norm1(self.dropout(self.attention(x, **rules)))
         out: Tensor = self.norm2(x + self._feed_forward(x))
         return out
-
-
-@in_module(applies=is_block)
-def residual_missing(pair: Pair) -> None:
-    """The attention's output replaces its input; it should be added to it."""
-    become_block(pair, _WithoutAttentionResidual)
 
 
 @in_module(applies=is_block)
@@ -74,28 +78,22 @@ def norm_eps_of_another_model(pair: Pair) -> None:
         module.norm1.eps = module.norm2.eps = 1e-3
 
 
+@in_block("activation_missing", applies=is_block)
 class _LinearFeedForward(EncoderLayer):
+    """Two linear maps in a row."""
+
     def _feed_forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.dropout(self.linear2(self.dropout(self.linear1(x))))
         return out
 
 
-@in_module(applies=is_block)
-def activation_missing(pair: Pair) -> None:
-    """Two linear maps in a row."""
-    become_block(pair, _LinearFeedForward)
-
-
+@in_block("activation_approximated", applies=is_block)
 class _TanhGelu(EncoderLayer):
+    """GPT-2's tanh form of GELU where the exact one is meant: off by 5e-4 at most."""
+
     def _feed_forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.dropout(self.linear2(self.dropout(F.gelu(self.linear1(x), approximate="tanh"))))
         return out
-
-
-@in_module(applies=is_block)
-def activation_approximated(pair: Pair) -> None:
-    """GPT-2's tanh form of GELU where the exact one is meant: off by 5e-4 at most."""
-    become_block(pair, _TanhGelu)
 
 
 class _WithoutBias(nn.Linear):
@@ -103,39 +101,20 @@ class _WithoutBias(nn.Linear):
         return F.linear(x, self.weight)
 
 
-def _without_bias(pair: Pair, name: str) -> None:
-    """Nothing where there is no such projection (MLA's are others)."""
-    projection = getattr(attention_of(pair), name, None)
-    if projection is not None:
-        become(projection, _WithoutBias)
-
-
-def _has_value_bias(case: Case) -> bool:
-    return case.bias and not is_latent(case)
-
-
-@in_module(applies=_has_value_bias)
+@in_module(applies=lambda case: case.bias and not is_latent(case))
 def value_bias_dropped(pair: Pair) -> None:
     """A bias is lost when a packed projection is split."""
-    _without_bias(pair, "v_proj")
+    become_part(pair, "v_proj", _WithoutBias)
 
 
-def _has_query_bias(case: Case) -> bool:
-    """The query's bias moves scores alone; the key's would move all of a row alike, and nothing."""
-    return case.bias and case.q_lora_rank is None and chooses(case)
-
-
-@in_module(applies=_has_query_bias)
+# The query's bias moves scores alone; the key's would move all of a row alike, and nothing.
+@in_module(applies=lambda case: case.bias and case.q_lora_rank is None and chooses(case))
 def query_bias_dropped(pair: Pair) -> None:
     """Qwen2's q, k and v have biases; a converter written for LLaMA leaves them out."""
-    _without_bias(pair, "q_proj")
+    become_part(pair, "q_proj", _WithoutBias)
 
 
-def _has_output_bias(case: Case) -> bool:
-    return case.bias
-
-
-@in_module(applies=_has_output_bias)
+@in_module(applies=lambda case: case.bias)
 def output_bias_dropped(pair: Pair) -> None:
     """The bias of the output projection is left out."""
-    _without_bias(pair, "out_proj")
+    become_part(pair, "out_proj", _WithoutBias)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from harness.kernels.call import AttentionCall
 from harness.mutants.saboteurs.reach import attends_several, several_queries
-from harness.mutants.saboteurs.saboteur import Result, Run, attend, in_kernel, with_memory
+from harness.mutants.saboteurs.saboteur import Result, Run, attend, in_kernel, in_step, with_memory
 
 
 @in_kernel()
@@ -24,10 +24,10 @@ def mean_of_values(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Resu
     return mean.expand(*q.shape[:3], v.shape[3]), weights
 
 
-@in_kernel(applies=attends_several)
-def uniform_weights(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("score", applies=attends_several)
+def uniform_weights(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
     """The mean of the visible values: scores that never reach the softmax."""
-    return attend(q, k, v, call, score=lambda q, k, call: q.new_zeros(*q.shape[:3], k.shape[2]))
+    return q.new_zeros(*q.shape[:3], k.shape[2])
 
 
 @in_kernel()

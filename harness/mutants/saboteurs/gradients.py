@@ -1,4 +1,4 @@
-"""Right outputs with wrong gradients."""
+"""Right outputs with wrong gradients; dropout where there is none, and done wrongly where there is some."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from harness.kernels.call import AttentionCall
 from harness.mutants.saboteurs import saboteur as core
 from harness.mutants.saboteurs.reach import any_call, attends_several, both, in_training
-from harness.mutants.saboteurs.saboteur import Result, attend, in_kernel
+from harness.mutants.saboteurs.saboteur import Result, attend, in_kernel, in_step
 
 
 class _Scaled(torch.autograd.Function):
@@ -104,27 +104,19 @@ def last_query_gradient_lost(q: Tensor, k: Tensor, v: Tensor, call: AttentionCal
     return torch.cat((out[..., :-1, :], out[..., -1:, :].detach()), dim=-2), weights
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Dropout where there is none, and dropout done wrongly where there is some.
-
-
-@in_kernel()
-def dropout_in_eval(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("drop")
+def dropout_in_eval(weights: Tensor, p: float) -> Tensor:
     """F.dropout(weights, 0.1) without training=self.training."""
-    return attend(q, k, v, call, drop=lambda weights, p: F.dropout(weights, p or 0.1))
+    return F.dropout(weights, p or 0.1)
 
 
-@in_kernel()
-def dropout_not_rescaled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("drop")
+def dropout_not_rescaled(weights: Tensor, p: float) -> Tensor:
     """Weights dropped without dividing the rest by 1 - p: right as long as nobody asks for dropout."""
-
-    def drop(weights: Tensor, p: float) -> Tensor:
-        return weights * (torch.rand_like(weights) >= p) if p > 0 else weights
-
-    return attend(q, k, v, call, drop=drop)
+    return weights * (torch.rand_like(weights) >= p) if p > 0 else weights
 
 
-@in_kernel()
-def dropout_ignored(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("drop")
+def dropout_ignored(weights: Tensor, p: float) -> Tensor:
     """dropout_p accepted and never used: training is not what it says."""
-    return attend(q, k, v, call, drop=lambda weights, p: weights)
+    return weights

@@ -1,5 +1,6 @@
 """Wrong MLA: its norms, its decompression into heads, and the absorbed way through latent space."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,17 +10,17 @@ from torch import Tensor, nn
 from harness.case import Case
 from harness.cell.build import Pair
 from harness.kernels.front import attention
-from harness.mutants.saboteurs.blocks import attention_of, become, become_latent
-from harness.mutants.saboteurs.reach import absorbed, chooses, expanded, is_latent, visible
-from harness.mutants.saboteurs.saboteur import in_module
+from harness.mutants.saboteurs.blocks import become_part, in_latent
+from harness.mutants.saboteurs.reach import absorbed, both, chooses, expanded, is_latent, visible
+from harness.mutants.saboteurs.saboteur import in_class, in_module
 from harness.variants.mla import MultiHeadLatentAttention
 
 
-def _norm_in(pair: Pair, name: str, wrong: type[nn.RMSNorm]) -> None:
-    """Nothing where there is no such norm: no MLA, or queries of full rank."""
-    norm = getattr(attention_of(pair), name, None)
-    if norm is not None:
-        become(norm, wrong)
+def _become_norm(pair: Pair, wrong: type[nn.RMSNorm]) -> None:
+    become_part(pair, "kv_a_norm", wrong)
+
+
+in_norm = partial(in_class, _become_norm)
 
 
 class _NoNorm(nn.RMSNorm):
@@ -30,33 +31,30 @@ class _NoNorm(nn.RMSNorm):
 @in_module(applies=is_latent)
 def latent_norm_missing(pair: Pair) -> None:
     """kv_a_layernorm forgotten between the two projections."""
-    _norm_in(pair, "kv_a_norm", _NoNorm)
+    become_part(pair, "kv_a_norm", _NoNorm)
 
 
+@in_norm("latent_norm_without_gain", applies=is_latent)
 class _NormWithoutGain(nn.RMSNorm):
+    """The norm's learnt weights are lost when a checkpoint is converted: all 1."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, eps=self.eps)
 
 
-@in_module(applies=is_latent)
-def latent_norm_without_gain(pair: Pair) -> None:
-    """The norm's learnt weights are lost when a checkpoint is converted: all 1."""
-    _norm_in(pair, "kv_a_norm", _NormWithoutGain)
-
-
+@in_norm("latent_norm_over_tokens", applies=is_latent)
 class _NormOverTokens(nn.RMSNorm):
+    """The mean square over the wrong dim: of a channel over the tokens, not of a token over its channels."""
+
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
         return x * (x.square().mean(-2, keepdim=True) + self.eps).rsqrt() * self.weight
 
 
-@in_module(applies=is_latent)
-def latent_norm_over_tokens(pair: Pair) -> None:
-    """The mean square over the wrong dim: of a channel over the tokens, not of a token over its channels."""
-    _norm_in(pair, "kv_a_norm", _NormOverTokens)
-
-
+@in_latent("latent_norm_counts_rope_channels", applies=is_latent)
 class _NormBeforeSplit(MultiHeadLatentAttention):
+    """The mean square is taken before the split: over the latent and k_pe together."""
+
     def _latents(self, x: Tensor, start: int) -> Tensor:
         both = self.kv_a_proj(x)  # (B, L, r + R)
         size = (both.square().mean(-1, keepdim=True) + self.kv_a_norm.eps).sqrt()
@@ -65,20 +63,10 @@ class _NormBeforeSplit(MultiHeadLatentAttention):
         return torch.cat(((latent / size * self.kv_a_norm.weight).unsqueeze(1), k_pe), dim=-1)
 
 
-@in_module(applies=is_latent)
-def latent_norm_counts_rope_channels(pair: Pair) -> None:
-    """The mean square is taken before the split: over the latent and k_pe together."""
-    become_latent(pair, _NormBeforeSplit)
-
-
-def _has_query_norm(case: Case) -> bool:
-    return is_latent(case) and case.q_lora_rank is not None and chooses(case)
-
-
-@in_module(applies=_has_query_norm)
+@in_module(applies=both(is_latent, lambda case: case.q_lora_rank is not None, chooses))
 def query_norm_missing(pair: Pair) -> None:
     """q_a_layernorm forgotten between the two query projections."""
-    _norm_in(pair, "q_a_norm", _NoNorm)
+    become_part(pair, "q_a_norm", _NoNorm)
 
 
 def _absorbs_with_bias(case: Case) -> bool:
@@ -86,15 +74,12 @@ def _absorbs_with_bias(case: Case) -> bool:
     return case.bias and bool((seen & absorbed(case)).any())
 
 
+@in_latent("absorb_without_value_bias", applies=_absorbs_with_bias)
 class _NoValueBias(MultiHeadLatentAttention):
+    """Only the weight of kv_b is absorbed: the value part of its bias is lost."""
+
     def _value_bias(self, q: Tensor, latent: Tensor, rules: dict[str, Any]) -> Tensor:
         return torch.zeros_like(super()._value_bias(q, latent, rules))
-
-
-@in_module(applies=_absorbs_with_bias)
-def absorb_without_value_bias(pair: Pair) -> None:
-    """Only the weight of kv_b is absorbed: the value part of its bias is lost."""
-    become_latent(pair, _NoValueBias)
 
 
 def _absorbs_dead_rows(case: Case) -> bool:
@@ -102,7 +87,10 @@ def _absorbs_dead_rows(case: Case) -> bool:
     return case.bias and bool((dead & absorbed(case)).any())
 
 
+@in_latent("absorb_value_bias_in_dead_rows", applies=_absorbs_dead_rows)
 class _ValueBiasEverywhere(MultiHeadLatentAttention):
+    """The value bias is added to rows that attend nothing, whose weights do not sum to 1."""
+
     def _value_bias(self, q: Tensor, latent: Tensor, rules: dict[str, Any]) -> Tensor:
         right = super()._value_bias(q, latent, rules)
         whole = super()._value_bias(q, latent, rules | {"mask": None, "causal": False, "window": None})
@@ -110,28 +98,20 @@ class _ValueBiasEverywhere(MultiHeadLatentAttention):
         return right if bool((right == whole).all()) else whole
 
 
-@in_module(applies=_absorbs_dead_rows)
-def absorb_value_bias_in_dead_rows(pair: Pair) -> None:
-    """The value bias is added to rows that attend nothing, whose weights do not sum to 1."""
-    become_latent(pair, _ValueBiasEverywhere)
-
-
-def _absorbed_scores_matter(case: Case) -> bool:
-    return chooses(case, absorbed(case)) and case.kv_lora_rank != case.head_dim
-
-
+@in_latent(
+    "absorb_scaled_by_rank", applies=lambda case: chooses(case, absorbed(case)) and case.kv_lora_rank != case.head_dim
+)
 class _ScaleOfLatent(MultiHeadLatentAttention):
+    """SDPA's default scale in latent space: (r + R)^-1/2 where the heads' (N + R)^-1/2 is meant."""
+
     def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
         return super()._attend_latents(q_nope, q_pe, latent, rules | {"scale": latent.shape[-1] ** -0.5})
 
 
-@in_module(applies=_absorbed_scores_matter)
-def absorb_scaled_by_rank(pair: Pair) -> None:
-    """SDPA's default scale in latent space: (r + R)^-1/2 where the heads' (N + R)^-1/2 is meant."""
-    become_latent(pair, _ScaleOfLatent)
-
-
+@in_latent("absorb_values_by_key_projection", applies=lambda case: bool((visible(case).any(-1) & absorbed(case)).any()))
 class _ValuesUpByKeys(MultiHeadLatentAttention):
+    """W_UK in the place of W_UV: rows of kv_b taken from the top of each head."""
+
     def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
         up = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)  # (H, N + V, r)
         up_k = up[:, : self.nope_head_dim]
@@ -144,17 +124,15 @@ class _ValuesUpByKeys(MultiHeadLatentAttention):
         return heads if weights is None else (heads, weights)
 
 
-def _absorbs(case: Case) -> bool:
-    return bool((visible(case).any(-1) & absorbed(case)).any())
+def _expands_for_other_heads(case: Case) -> bool:
+    several = visible(case).sum(-1)[:, 1:] >= 2  # (B, H - 1, S)
+    return bool((several & expanded(case)).any())
 
 
-@in_module(applies=_absorbs)
-def absorb_values_by_key_projection(pair: Pair) -> None:
-    """W_UK in the place of W_UV: rows of kv_b taken from the top of each head."""
-    become_latent(pair, _ValuesUpByKeys)
-
-
+@in_latent("rope_key_not_shared", applies=_expands_for_other_heads)
 class _RopeKeyOfFirstHead(MultiHeadLatentAttention):
+    """k_pe is written into head 0 alone; it is shared by all."""
+
     def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         k, v = super()._expand(latent)
         of_first = torch.arange(self.num_heads, device=k.device).view(-1, 1, 1) == 0
@@ -162,18 +140,13 @@ class _RopeKeyOfFirstHead(MultiHeadLatentAttention):
         return torch.where(of_first | is_nope, k, 0), v
 
 
-def _expands_for_other_heads(case: Case) -> bool:
-    several = visible(case).sum(-1)[:, 1:] >= 2  # (B, H - 1, S)
-    return bool((several & expanded(case)).any())
-
-
-@in_module(applies=_expands_for_other_heads)
-def rope_key_not_shared(pair: Pair) -> None:
-    """k_pe is written into head 0 alone; it is shared by all."""
-    become_latent(pair, _RopeKeyOfFirstHead)
-
-
+@in_latent(
+    "decompressed_heads_interleaved",
+    applies=lambda case: case.heads > 1 and bool((visible(case).any(-1) & expanded(case)).any()),
+)
 class _HeadsInnermost(MultiHeadLatentAttention):
+    """kv_b's rows read as (N + V, H) where (H, N + V) is meant."""
+
     def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         k, v = super()._expand(latent)
         k_nope, k_pe = k.split((self.nope_head_dim, self.rope_head_dim), dim=-1)
@@ -181,13 +154,3 @@ class _HeadsInnermost(MultiHeadLatentAttention):
         kv = kv.unflatten(-1, (-1, self.num_heads)).permute(0, 3, 1, 2)  # (B, H, S, N + V)
         k_nope, v = kv.split((self.nope_head_dim, self.v_head_dim), dim=-1)
         return torch.cat((k_nope, k_pe), dim=-1), v
-
-
-def _expands_several_heads(case: Case) -> bool:
-    return case.heads > 1 and bool((visible(case).any(-1) & expanded(case)).any())
-
-
-@in_module(applies=_expands_several_heads)
-def decompressed_heads_interleaved(pair: Pair) -> None:
-    """kv_b's rows read as (N + V, H) where (H, N + V) is meant."""
-    become_latent(pair, _HeadsInnermost)

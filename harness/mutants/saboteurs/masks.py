@@ -1,6 +1,7 @@
 """Masks read wrongly: each maps the call that was made to the call that was understood.
 
 Where the two let every query see the same keys with the same bias, there is no bug: that is how `applies` is found.
+At the end: queries that may attend nothing, and garbage behind a mask.
 """
 
 from collections.abc import Callable
@@ -231,10 +232,6 @@ def hidden_keys_leak_softly(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
 def hidden_keys_at_minus_1e4(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
     """-1e4 for -inf: the same until a query may see nothing, which then sees everything."""
     return _added(hidden=-1e4, shown=0.0)(q, k, v, call)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Queries that may attend nothing, and garbage behind a mask.
 
 
 has_dead_rows = some_query(lambda visible: ~visible.any(-1))

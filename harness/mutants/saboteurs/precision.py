@@ -5,11 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from harness.case import Case
 from harness.kernels.call import AttentionCall
 from harness.mutants.saboteurs import saboteur as core
 from harness.mutants.saboteurs.reach import attends_several, both
-from harness.mutants.saboteurs.saboteur import Applies, Result, attend, in_kernel
+from harness.mutants.saboteurs.saboteur import Applies, Result, attend, in_kernel, in_step
 
 ACCUMULATED_KEYS = 16  # one matrix instruction
 HALF = (torch.bfloat16, torch.float16)
@@ -18,10 +17,6 @@ HALF = (torch.bfloat16, torch.float16)
 def finer_than(dtype: torch.dtype) -> Applies:
     limit = torch.finfo(dtype).eps
     return lambda case: torch.finfo(getattr(torch, case.dtype)).eps < limit
-
-
-def _in_full_precision(case: Case) -> bool:
-    return case.dtype in ("float32", "float64")
 
 
 def rounded(x: Tensor, to: Callable[[Tensor], Tensor]) -> Tensor:
@@ -38,23 +33,16 @@ def ten_bits(x: Tensor) -> Tensor:
     return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
 
 
-@in_kernel(applies=attends_several)
-def scores_in_bfloat16(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("score", applies=attends_several)
+def scores_in_bfloat16(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
     """q k^T leaves the matrix product in bfloat16: a score of 100 is off by up to 0.25."""
-    return _with_scores(q, k, v, call, torch.bfloat16)
+    return rounded(core.score(q, k, call), _through(torch.bfloat16))
 
 
-@in_kernel(applies=attends_several)
-def scores_in_float16(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("score", applies=attends_several)
+def scores_in_float16(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
     """q k^T leaves the matrix product in float16: a score of 100 is off by up to 0.03."""
-    return _with_scores(q, k, v, call, torch.float16)
-
-
-def _with_scores(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, dtype: torch.dtype) -> Result:
-    def score(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
-        return rounded(core.score(q, k, call), _through(dtype))
-
-    return attend(q, k, v, call, score=score)
+    return rounded(core.score(q, k, call), _through(torch.float16))
 
 
 @in_kernel(applies=both(attends_several, finer_than(torch.bfloat16)))
@@ -65,10 +53,10 @@ def softmax_in_bfloat16(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) ->
     return attend(q, k, v, call, normalise=lambda s: rounded(core.normalise(s), _through(torch.bfloat16)))
 
 
-@in_kernel(applies=attends_several)
-def weights_in_eight_bits(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=attends_several)
+def weights_in_eight_bits(scores: Tensor) -> Tensor:
     """Weights quantised to multiples of 1/255, as int8 attention does before P V."""
-    return attend(q, k, v, call, normalise=lambda s: rounded(core.normalise(s), lambda w: (w * 255).round() / 255))
+    return rounded(core.normalise(scores), lambda w: (w * 255).round() / 255)
 
 
 @in_kernel(applies=attends_several)
@@ -86,7 +74,7 @@ def sums_in_half_precision(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall)
     return attend(q, k, v, call, mix=mix)
 
 
-@in_kernel(applies=_in_full_precision)
+@in_kernel(applies=lambda case: case.dtype in ("float32", "float64"))
 def products_in_ten_bits(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
     """TF32 left on: the operands of both matrix products rounded to 10 bits. Half-precision ones have no more."""
     if q.dtype in HALF:

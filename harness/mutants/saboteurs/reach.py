@@ -1,4 +1,4 @@
-"""What reaches the kernel in a cell: the shapes and the call of every step, and what each query may see.
+"""In which cells a bug exists: the shapes and the call of every step, who sees whom, and by which way through MLA.
 
 `applies` is answered from these, so that it follows the calls that a kernel really gets: a decode step's causal flag is
 dropped before it arrives, absorbed MLA has one key/value head, and so on.
@@ -19,9 +19,6 @@ from harness.mutants.saboteurs.saboteur import Applies
 from harness.variants import masks
 from harness.variants.specs import VARIANTS
 from harness.variants.specs.latent import absorbs
-
-# ----------------------------------------------------------------------------------------------------------------------
-# In which cells a bug exists: who sees whom, and which tokens take which way through the candidate.
 
 
 def is_latent(case: Case) -> bool:
@@ -87,9 +84,6 @@ def _allowed(mask: str, batch: int, heads: int, seq_len: int) -> Tensor:
 
 def _mode(case: Case) -> str:
     return str(VARIANTS[case.variant].swap_options["mode"])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

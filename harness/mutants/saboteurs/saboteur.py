@@ -1,10 +1,15 @@
-"""What a saboteur is: one small wrong function, the real bug it stands for, and the cells in which that bug exists."""
+"""What a saboteur is: one small wrong function, the real bug it stands for, and the cells in which that bug exists.
+
+`attend` is a right attention in small steps. A saboteur replaces one; what it leaves alone is right, to the bit.
+"""
 
 import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +20,11 @@ from harness.cell.build import Pair
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
 from harness.registry import Registry
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A right attention in small steps. A saboteur replaces one of them; what it leaves alone is right, to the bit.
-
-
+T = TypeVar("T")
 Result = tuple[Tensor, Tensor]
+Run = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor | None]]
+Spoil = Callable[[Pair], None]
+Applies = Callable[[Case], bool]
 
 
 def spread(kv: Tensor, heads: int) -> Tensor:
@@ -74,20 +79,8 @@ def attend(
     return mix(weights, v).to(dtype), weights.to(dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-Run = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor | None]]
-Applies = Callable[[Case], bool]
-Invisible = Callable[[Case], str | None]
-
-
 def everywhere(case: Case) -> bool:
     return True
-
-
-def nowhere(case: Case) -> None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -103,16 +96,14 @@ class Saboteur:
     stands_for: str
     applies: Applies
     kernel: Callable[[], Kernel] | None = None
-    spoil: Callable[[Pair], None] | None = None
-    invisible: Invisible = nowhere
+    spoil: Spoil | None = None
+    invisible: Callable[[Case], str | None] = lambda case: None
 
 
 SABOTEURS: Registry[Saboteur] = Registry("saboteur")
 
 
-def in_kernel(
-    *, applies: Applies = everywhere, shielded: bool = True, invisible: Invisible = nowhere
-) -> Callable[[Run], Run]:
+def in_kernel(*, applies: Applies = everywhere, shielded: bool = True) -> Callable[[Run], Run]:
     """A wrong kernel. Behind the shield, as our own kernels are, unless it is the shield's work that is missing."""
 
     def register(run: Run) -> Run:
@@ -121,15 +112,28 @@ def in_kernel(
         def kernel() -> Kernel:
             return Kernel(name, run, gives_weights=True, shielded=shielded, origin="saboteur")
 
-        SABOTEURS.add(name, Saboteur(name, _bug(run), applies, kernel=kernel, invisible=invisible))
+        SABOTEURS.add(name, Saboteur(name, _bug(run), applies, kernel=kernel))
         return run
 
     return register
 
 
-def with_memory(
-    *, applies: Applies = everywhere, invisible: Invisible = nowhere
-) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
+def in_step(step: str, *, applies: Applies = everywhere) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """A wrong step of `attend`: score, normalise, drop or mix."""
+
+    def register(wrong: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @in_kernel(applies=applies)
+        @wraps(wrong)
+        def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+            steps: dict[str, Any] = {step: wrong}
+            return attend(q, k, v, call, **steps)
+
+        return wrong
+
+    return register
+
+
+def with_memory(*, applies: Applies = everywhere) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
     """A factory of wrong kernels that remember earlier calls: each judged cell gets its own."""
 
     def register(make: Callable[[], Run]) -> Callable[[], Run]:
@@ -138,21 +142,28 @@ def with_memory(
         def kernel() -> Kernel:
             return Kernel(name, make(), gives_weights=True, origin="saboteur")
 
-        SABOTEURS.add(name, Saboteur(name, _bug(make), applies, kernel=kernel, invisible=invisible))
+        SABOTEURS.add(name, Saboteur(name, _bug(make), applies, kernel=kernel))
         return make
 
     return register
 
 
-def in_module(
-    *, applies: Applies, invisible: Invisible = nowhere
-) -> Callable[[Callable[[Pair], None]], Callable[[Pair], None]]:
+def in_module(*, applies: Applies) -> Callable[[Spoil], Spoil]:
     """A wrong module or cache around a right kernel."""
 
-    def register(spoil: Callable[[Pair], None]) -> Callable[[Pair], None]:
-        name = spoil.__name__
-        SABOTEURS.add(name, Saboteur(name, _bug(spoil), applies, spoil=spoil, invisible=invisible))
+    def register(spoil: Spoil) -> Spoil:
+        SABOTEURS.add(spoil.__name__, Saboteur(spoil.__name__, _bug(spoil), applies, spoil=spoil))
         return spoil
+
+    return register
+
+
+def in_class(put: Callable[[Pair, type[T]], None], name: str, *, applies: Applies) -> Callable[[type[T]], type[T]]:
+    """A wrong class, whose docstring says which bug it stands for; `put` sets it in the place of the right one."""
+
+    def register(wrong: type[T]) -> type[T]:
+        SABOTEURS.add(name, Saboteur(name, _bug(wrong), applies, spoil=lambda pair: put(pair, wrong)))
+        return wrong
 
     return register
 

@@ -1,15 +1,14 @@
-"""Wrong softmaxes."""
+"""Wrong softmaxes, and wrong factors on the scores."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from harness.case import Case
 from harness.kernels.call import AttentionCall
 from harness.mutants.saboteurs import saboteur as core
 from harness.mutants.saboteurs.reach import any_call, attends_several, both, compares_weights, several_heads, some_query
-from harness.mutants.saboteurs.saboteur import Result, attend, in_kernel
+from harness.mutants.saboteurs.saboteur import Result, attend, in_kernel, in_step
 
 LOG2_E = 1.4426950408889634
 QUERY_BLOCK = 16
@@ -21,114 +20,78 @@ def exponentials(scores: Tensor) -> Tensor:
     return torch.exp(scores - largest.masked_fill(largest == float("-inf"), 0.0))
 
 
-def _not_in_float64(case: Case) -> bool:
-    return case.dtype != "float64"
-
-
-@in_kernel(applies=lambda case: case.seq_len > 1)
-def softmax_over_queries(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=lambda case: case.seq_len > 1)
+def softmax_over_queries(scores: Tensor) -> Tensor:
     """softmax(dim=-2): each key's weights sum to 1 over the queries."""
-    return attend(q, k, v, call, normalise=lambda scores: torch.softmax(scores, dim=-2))
+    return torch.softmax(scores, dim=-2)
 
 
-@in_kernel(applies=several_heads)
-def softmax_over_heads(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=several_heads)
+def softmax_over_heads(scores: Tensor) -> Tensor:
     """softmax(dim=1), right for a layout in which that is the keys' dimension."""
-    return attend(q, k, v, call, normalise=lambda scores: torch.softmax(scores, dim=1))
+    return torch.softmax(scores, dim=1)
 
 
-@in_kernel(applies=attends_several)
-def softmax_in_base_two(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=attends_several)
+def softmax_in_base_two(scores: Tensor) -> Tensor:
     """exp2 without log2(e) in the scale: the fast instruction put in place of exp."""
-    return attend(q, k, v, call, normalise=lambda scores: torch.softmax(scores / LOG2_E, dim=-1))
+    return torch.softmax(scores / LOG2_E, dim=-1)
 
 
-@in_kernel(applies=both(attends_several, _not_in_float64))
-def no_max_subtraction(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=both(attends_several, lambda case: case.dtype != "float64"))
+def no_max_subtraction(scores: Tensor) -> Tensor:
     """exp of raw scores: right until one exceeds 88, which float32 cannot hold (float64 can, up to 709)."""
-
-    def naive(scores: Tensor) -> Tensor:
-        if scores.dtype == torch.float64:
-            return core.normalise(scores)
-        raised = torch.exp(scores)
-        return raised / raised.sum(-1, keepdim=True)
-
-    return attend(q, k, v, call, normalise=naive)
+    if scores.dtype == torch.float64:
+        return core.normalise(scores)
+    raised = torch.exp(scores)
+    return raised / raised.sum(-1, keepdim=True)
 
 
-@in_kernel(applies=attends_several)
-def exponentials_overflow_half(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=attends_several)
+def exponentials_overflow_half(scores: Tensor) -> Tensor:
     """exp of raw scores kept in half precision: infinite from a score of 11.1 on."""
-
-    def naive(scores: Tensor) -> Tensor:
-        overflows = (scores > 11.09).any(-1, keepdim=True)
-        return core.normalise(scores).masked_fill(overflows, float("nan"))
-
-    return attend(q, k, v, call, normalise=naive)
+    overflows = (scores > 11.09).any(-1, keepdim=True)
+    return core.normalise(scores).masked_fill(overflows, float("nan"))
 
 
-@in_kernel(applies=attends_several)
-def exp_by_polynomial(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=attends_several)
+def exp_by_polynomial(scores: Tensor) -> Tensor:
     """2^x by exponent bits and a quadratic for the fraction: Schraudolph's trick with too few terms, off by 0.2 %."""
-
-    def approximate(scores: Tensor) -> Tensor:
-        largest = scores.amax(-1, keepdim=True).detach()
-        power = ((scores - largest.masked_fill(largest == float("-inf"), 0.0)) * LOG2_E).clamp(min=-200.0)
-        whole = power.detach().floor()
-        fraction = power - whole
-        raised = (1 + fraction * (0.6565 + 0.3435 * fraction)) * torch.exp2(whole)
-        raised = raised.masked_fill(scores == float("-inf"), 0.0)
-        return raised / raised.sum(-1, keepdim=True)
-
-    return attend(q, k, v, call, normalise=approximate)
+    largest = scores.amax(-1, keepdim=True).detach()
+    power = ((scores - largest.masked_fill(largest == float("-inf"), 0.0)) * LOG2_E).clamp(min=-200.0)
+    whole = power.detach().floor()
+    fraction = power - whole
+    raised = (1 + fraction * (0.6565 + 0.3435 * fraction)) * torch.exp2(whole)
+    raised = raised.masked_fill(scores == float("-inf"), 0.0)
+    return raised / raised.sum(-1, keepdim=True)
 
 
-@in_kernel(applies=attends_several)
-def small_weights_flushed(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=attends_several)
+def small_weights_flushed(scores: Tensor) -> Tensor:
     """Weights below 1 % skipped to save work, and what is left not normalised again."""
-
-    def sparse(scores: Tensor) -> Tensor:
-        weights = core.normalise(scores)
-        return weights.masked_fill(weights < 1e-2, 0.0)
-
-    return attend(q, k, v, call, normalise=sparse)
+    weights = core.normalise(scores)
+    return weights.masked_fill(weights < 1e-2, 0.0)
 
 
-def _in_last_block(visible: Tensor) -> Tensor:
-    return (visible.sum(-1) > 1)[..., -QUERY_BLOCK:]
-
-
-@in_kernel(applies=some_query(_in_last_block))
-def last_block_not_normalised(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=some_query(lambda visible: (visible.sum(-1) > 1)[..., -QUERY_BLOCK:]))
+def last_block_not_normalised(scores: Tensor) -> Tensor:
     """The division by the row sums left out of the epilogue of the last block of queries."""
-
-    def partly(scores: Tensor) -> Tensor:
-        weights = core.normalise(scores)
-        return torch.cat((weights[..., :-QUERY_BLOCK, :], exponentials(scores)[..., -QUERY_BLOCK:, :]), dim=-2)
-
-    return attend(q, k, v, call, normalise=partly)
+    weights = core.normalise(scores)
+    return torch.cat((weights[..., :-QUERY_BLOCK, :], exponentials(scores)[..., -QUERY_BLOCK:, :]), dim=-2)
 
 
-@in_kernel()
-def epsilon_in_the_normaliser(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise")
+def epsilon_in_the_normaliser(scores: Tensor) -> Tensor:
     """sum + 1e-4 against a division by 0: weights no longer sum to 1."""
-
-    def guarded(scores: Tensor) -> Tensor:
-        raised = exponentials(scores)
-        return raised / (raised.sum(-1, keepdim=True) + 1e-4)
-
-    return attend(q, k, v, call, normalise=guarded)
+    raised = exponentials(scores)
+    return raised / (raised.sum(-1, keepdim=True) + 1e-4)
 
 
-@in_kernel()
-def softmax_plus_one(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise")
+def softmax_plus_one(scores: Tensor) -> Tensor:
     """1 + sum in the denominator: a sink that nobody asked for."""
-
-    def quiet(scores: Tensor) -> Tensor:
-        sink = torch.zeros_like(scores[..., :1])
-        return torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
-
-    return attend(q, k, v, call, normalise=quiet)
+    sink = torch.zeros_like(scores[..., :1])
+    return torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
 
 
 @in_kernel(applies=both(attends_several, compares_weights))
@@ -137,10 +100,6 @@ def weights_returned_unnormalised(q: Tensor, k: Tensor, v: Tensor, call: Attenti
     out, _ = attend(q, k, v, call)
     _, unnormalised = attend(q, k, v, call, normalise=exponentials)
     return out, unnormalised
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Wrong factors on the scores.
 
 
 def _as_bfloat16(scale: float) -> float:

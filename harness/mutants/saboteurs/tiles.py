@@ -7,7 +7,7 @@ from harness.kernels.call import AttentionCall
 from harness.mutants.saboteurs import saboteur as core
 from harness.mutants.saboteurs.masks import hide_keys, misreads
 from harness.mutants.saboteurs.reach import any_call, some_query
-from harness.mutants.saboteurs.saboteur import Result, attend, in_kernel
+from harness.mutants.saboteurs.saboteur import Result, attend, in_kernel, in_step
 
 TILE = 32  # keys, and queries
 
@@ -51,21 +51,17 @@ def _sees_two_tiles(visible: Tensor) -> Tensor:
     return tiles.sum(-1) > 1
 
 
-@in_kernel(applies=some_query(_sees_two_tiles))
-def accumulator_not_rescaled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=some_query(_sees_two_tiles))
+def accumulator_not_rescaled(scores: Tensor) -> Tensor:
     """A new maximum rescales the running sum, but not the output accumulated so far."""
-    return attend(q, k, v, call, normalise=lambda scores: core.normalise(scores) * _running_excess(scores))
+    return core.normalise(scores) * _running_excess(scores)
 
 
-@in_kernel(applies=some_query(_sees_two_tiles))
-def normaliser_not_rescaled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=some_query(_sees_two_tiles))
+def normaliser_not_rescaled(scores: Tensor) -> Tensor:
     """A new maximum rescales the output accumulated so far, but not the running sum."""
-
-    def online(scores: Tensor) -> Tensor:
-        weights = core.normalise(scores)
-        return weights / (1 + (weights * (_running_excess(scores) - 1)).sum(-1, keepdim=True))
-
-    return attend(q, k, v, call, normalise=online)
+    weights = core.normalise(scores)
+    return weights / (1 + (weights * (_running_excess(scores) - 1)).sum(-1, keepdim=True))
 
 
 def _count_twice(weights: Tensor, first: int, last: int) -> Tensor:
@@ -82,10 +78,10 @@ def _sees_both_sides(first: int, last: int, visible: Tensor) -> Tensor:
     return inside & (visible[..., :first].any(-1) | visible[..., last:].any(-1))
 
 
-@in_kernel(applies=some_query(lambda visible: _sees_both_sides(0, TILE, visible)))
-def first_tile_counted_twice(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=some_query(lambda visible: _sees_both_sides(0, TILE, visible)))
+def first_tile_counted_twice(scores: Tensor) -> Tensor:
     """The tile that is loaded before the loop is loaded in the loop again."""
-    return attend(q, k, v, call, normalise=lambda scores: _count_twice(core.normalise(scores), 0, TILE))
+    return _count_twice(core.normalise(scores), 0, TILE)
 
 
 def _overlap(keys: int) -> tuple[int, int]:
@@ -93,8 +89,7 @@ def _overlap(keys: int) -> tuple[int, int]:
     return (keys - TILE, keys - rest) if rest else (0, 0)
 
 
-@in_kernel(applies=some_query(lambda visible: _sees_both_sides(*_overlap(visible.shape[-1]), visible)))
-def last_tile_overlaps(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+@in_step("normalise", applies=some_query(lambda visible: _sees_both_sides(*_overlap(visible.shape[-1]), visible)))
+def last_tile_overlaps(scores: Tensor) -> Tensor:
     """The last tile moved back to fit, start = S - TILE, without masking the keys that were read already."""
-    first, last = _overlap(k.shape[2])
-    return attend(q, k, v, call, normalise=lambda scores: _count_twice(core.normalise(scores), first, last))
+    return _count_twice(core.normalise(scores), *_overlap(scores.shape[-1]))

@@ -1,4 +1,4 @@
-"""A user's own model as a family: built by their function, run on their inputs, its attention counted from itself."""
+"""What is verified: a family's model, or a user's own as a family of one, its attention counted from itself."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -10,11 +10,49 @@ from torch import Tensor, nn
 
 from harness.errors import BadInput
 from harness.kernels import plugin
-from harness.models.families.family import Batch, Family, FamilyError, Structure, find_family
+from harness.kernels.names import is_plugin
+from harness.models.families.family import Batch, Family, FamilyError, Structure, find_family, floating_tensors
 from harness.models.families.names import family_names
 from harness.swaps.engine import ADAPTERS
 
+Load = Callable[[], tuple[nn.Module, Family]]
 SHAPES = "a tensor, a tuple of positional arguments, a dict of keyword arguments, or a dict of harness Batches"
+
+
+def subject(
+    target: str | Family | nn.Module, config: Mapping[str, Any], path: Path | None, inputs: Any
+) -> tuple[str, Load]:
+    """Its name, and what loads it; arguments that do not go together raise BadInput."""
+    if isinstance(target, Family) or (isinstance(target, str) and not is_plugin(target)):
+        return _family(target, config, path, inputs)
+    if config or path is not None:
+        raise BadInput(f"{'config' if config else 'path'}: only a family has one; your own model is built by your code")
+    if isinstance(target, nn.Module):
+        name = type(target).__name__
+        return name, lambda: (target, family_of_model(name, target, inputs))
+    if inputs is not None:
+        raise BadInput(f"inputs: {target} must give them itself, as a pair of model and inputs")
+    function = user_function(target)
+
+    def load() -> tuple[nn.Module, Family]:
+        model, given = model_and_inputs(target, function())
+        return model, family_of_model(target, model, given)
+
+    return target, load
+
+
+def _family(wanted: str | Family, config: Mapping[str, Any], path: Path | None, inputs: Any) -> tuple[str, Load]:
+    name = wanted if isinstance(wanted, str) else wanted.name
+    if inputs is not None:
+        raise BadInput(f"inputs: {name} makes its own")
+    if path is not None and config:
+        raise BadInput(f"config ({', '.join(config)}) and path ({path}): a checkpoint has its own config")
+
+    def load() -> tuple[nn.Module, Family]:
+        family = find_family(wanted) if isinstance(wanted, str) else wanted
+        return family.build(config) if path is None else family.load(path), family
+
+    return name, load
 
 
 def user_function(spec: str) -> Callable[[], Any]:
@@ -50,7 +88,7 @@ def family_of_model(name: str, model: nn.Module, inputs: Any) -> Family:
         load=lambda path: model,
         inspect=structure_of,
         batches=lambda model, generator: batches,
-        output=_floating_tensors,
+        output=_output,
         generate=None,
     )
     if known is None:
@@ -99,17 +137,10 @@ def _batches(name: str, inputs: Any) -> Mapping[str, Batch]:
     raise BadInput(f"{name}: its inputs are {type(inputs).__name__}: must be {SHAPES}")
 
 
-def _floating_tensors(output: Any) -> list[Tensor]:
-    """All that are in the output, which may be one."""
-    values: Iterable[Any] = [output]
-    if isinstance(output, Mapping):
-        values = output.values()
-    elif isinstance(output, tuple | list):
-        values = output
-    found = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    if not found:
+def _output(output: Any) -> list[Tensor]:
+    if not (tensors := floating_tensors(output)):
         raise FamilyError(f"the model returned {type(output).__name__} without a floating-point tensor in it")
-    return found
+    return tensors
 
 
 def structure_of(model: nn.Module) -> Structure:
