@@ -582,9 +582,26 @@ def test_a_missing_library_is_told_with_the_command_that_installs_it(cli: Comman
     assert f"--all needs transformers and diffusers: {install}" in every.err
 
 
+FAMILIES = (
+    "cogvideox", "deepseek_v2", "deepseek_v3", "flux", "gemma2", "gpt_oss", "hunyuandit", "llama", "mistral", "qwen3",
+    "wan",
+)  # fmt: skip
+
+
 def test_all_are_all():
-    assert all_families() == family_names()
-    assert len(family_names()) == 11
+    assert all_families() == FAMILIES
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_builds_a_tiny_model_in_eval_mode(name: str):
+    family = find_family(name)
+    model = family.build({})
+    assert family.name == name
+    assert not model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    structure = family.inspect(model)
+    assert structure.attentions >= structure.layers >= 2
+    assert structure.attentions == sum(type(m).__name__ == structure.attention_class for m in model.modules())
 
 
 def test_help_teaches(cli: Command):

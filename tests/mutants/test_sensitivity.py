@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness import store
 from harness.__main__ import main
 from harness.case import Case
 from harness.cell.build import Pair
@@ -25,6 +26,7 @@ from harness.mutants.run import run
 from harness.mutants.saboteurs.saboteur import Saboteur
 from harness.mutants.study import ERRORS, StudiedCell, scale_off_by, smallest_seen, study_cell, threshold, try_saboteur
 from harness.registry import Registry, UnknownName
+from harness.report.sensitivity import sensitivity_markdown
 from harness.suite.config import load_suite
 
 CONFIG: dict[str, Any] = {
@@ -372,7 +374,7 @@ def test_every_saboteur_has_a_row_in_every_cell(studied: tuple[Study, Path]):
 
 
 def test_the_report_tells_it(studied: tuple[Study, Path]):
-    text = (studied[1] / "sensitivity.md").read_text()
+    text = sensitivity_markdown(studied[0], store.read_environment(studied[1]))
     assert text.startswith("# sensitivity of tiny: SEEN\n")
     assert "100 % of 32 wrong runs" in text
     assert "| only\\_in\\_decode | 2 | 0 | 0 | 0 | 4 | plain | the bug of only\\_in\\_decode |" in text

@@ -1,4 +1,4 @@
-"""Tuned thresholds as a YAML file: plain data, checked when it is read."""
+"""Tuned thresholds as a YAML file: plain data, checked when it is read, with the fingerprint of the tuned weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
+from harness import store
 from harness.errors import BadInput
 from harness.kernels.names import OPTIONS, BadOption, read_options
 
@@ -61,8 +62,6 @@ def save(tuned: Tuned, path: str | Path) -> None:
     path = Path(path)
     text = yaml.safe_dump(tuned.model_dump(mode="json"), sort_keys=False, width=120, default_flow_style=None)
     head = f"# Thresholds of block-sparse attention, found by `harness tune-sparse {tuned.family}`.\n"
-    from harness import store
-
     path.parent.mkdir(parents=True, exist_ok=True)
     store.write_atomically(path, (head + text).encode())
 
@@ -116,10 +115,6 @@ def _with_tuples(document: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(layers, dict):
         return document
     return {**document, "layers": {name: tuple(v) if isinstance(v, list) else v for name, v in layers.items()}}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which weights is this model made of?
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""One layer's attention, in which every head has thresholds of its own."""
+"""Tuned thresholds put to use: a layer in which every head has its own, and a swapped model with such layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -65,10 +65,6 @@ class HeadKernels:
         return out, None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tuned thresholds put into a swapped model.
-
-
 def swap_tuned(model: nn.Module, tuned: Tuned | str | Path, **options: Any) -> tuple[nn.Module, SwapReport]:
     """`harness.swap`, every layer with its own thresholds."""
     found = tuned if isinstance(tuned, Tuned) else file.load(tuned)
@@ -107,11 +103,6 @@ def placeholder(tuned: Tuned) -> Kernel:
     return Kernel(f"{tuned.kernel} (tuned)", run, approximate=True)
 
 
-def layer_kernel(tuned: Tuned, layer: str) -> Kernel:
-    options = [{**tuned.options, **head.options} for head in tuned.layers[layer]]
-    return HeadKernels(layer, tuned.kernel, options).as_kernel()
-
-
 def give_layers_their_own(
     tuned: Tuned, report: SwapReport, *, heads: int | None = None, around: Callable[[Kernel], Kernel] = lambda k: k
 ) -> None:
@@ -119,7 +110,8 @@ def give_layers_their_own(
     refuse_other_layers(tuned, [row.name for row in report.swapped], heads)
     for row in report.swapped:
         assert row.counter is not None
-        row.counter.kernel = around(layer_kernel(tuned, row.name))
+        options = [{**tuned.options, **head.options} for head in tuned.layers[row.name]]
+        row.counter.kernel = around(HeadKernels(row.name, tuned.kernel, options).as_kernel())
 
 
 def refuse_other_layers(tuned: Tuned, names: list[str], heads: int | None) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from harness.cell.state import preserved
+from harness.kernels.call import Kernel
 from harness.kernels.front import find_kernel
 from harness.kernels.names import read_options, split_name
 from harness.models.families.family import Family
@@ -26,8 +27,15 @@ from harness.models.tuning.heads import HeadKernels
 from harness.models.verify.subject import subject
 from harness.swaps import SwapReport, swap
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The sparsest threshold whose error stays within a limit, by bisection over a short ladder of thresholds.
+L1, PV_L1 = 0.07, 0.08  # SpargeAttn's
+STEPS = 64
+
+# From the densest, which is exact, to the sparsest.
+TOPK = tuple(1 - step / STEPS for step in range(STEPS))
+CDF = tuple(1 - (step / STEPS) ** 2 for step in range(STEPS + 1))  # what matters lies close to 1
+SIMS = (0.6, 0.4, 0.2, -0.1)  # tried one by one, each with its own cdf: SpargeAttn's defaults and between
+PV = (math.inf, *(float(nats) for nats in (50, 40, 32, 26, 21, 17, 14, 11, 9, 7.5, 6, 5, 4, 3, 2, 1)))  # inf: none
+WAYS = ("topk", "cdf")
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,9 @@ class BestThreshold:
 
 
 def sparsest_within(limit: float, ladder: Sequence[float], measure: Callable[[float], Measured]) -> BestThreshold:
-    """`ladder` goes from the densest threshold, which must keep the limit, to the sparsest.
+    """The sparsest threshold whose error stays within the limit, by bisection.
+
+    `ladder` goes from the densest threshold, which must keep the limit, to the sparsest.
 
     Of thresholds that are equally sparse the densest is taken: on other inputs it risks the least. Where the error is
     no monotone function of the threshold a sparser one may be missed; the limit is kept all the same, for what is
@@ -70,20 +80,6 @@ def sparsest_within(limit: float, ladder: Sequence[float], measure: Callable[[fl
     tried = [found[place] for place in sorted(found)]
     monotone = all(a.error <= b.error and a.sparsity <= b.sparsity for a, b in pairwise(tried))
     return BestThreshold(ladder[best], found[best], monotone, len(found))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-L1, PV_L1 = 0.07, 0.08  # SpargeAttn's
-STEPS = 64
-
-# From the densest, which is exact, to the sparsest.
-TOPK = tuple(1 - step / STEPS for step in range(STEPS))
-CDF = tuple(1 - (step / STEPS) ** 2 for step in range(STEPS + 1))  # what matters lies close to 1
-SIMS = (0.6, 0.4, 0.2, -0.1)  # tried one by one, each with its own cdf: SpargeAttn's defaults and between
-PV = (math.inf, *(float(nats) for nats in (50, 40, 32, 26, 21, 17, 14, 11, 9, 7.5, 6, 5, 4, 3, 2, 1)))  # inf: none
-WAYS = ("topk", "cdf")
 
 
 @dataclass(frozen=True)
@@ -195,15 +191,25 @@ class _Search:
     def _order(self, swapped: nn.Module, report: SwapReport, batches: Any) -> list[str]:
         """Layers as they run."""
         order: list[str] = []
+        dense = find_kernel("eager")
+
+        def noting(name: str) -> Kernel:
+            def run(*given: Any) -> Any:
+                if name not in order:
+                    order.append(name)
+                return dense.run(*given)
+
+            return replace(dense, run=run)
+
         for row in report.swapped:
             assert row.counter is not None
-            row.counter.kernel = _Noting(row.name, order).as_kernel()
+            row.counter.kernel = noting(row.name)
         run_batches(swapped, batches, [], self.seed)
         if idle := [row.name for row in report.swapped if row.name not in order]:
             raise TuningError(f"no calibration batch runs {', '.join(idle)}: there is nothing to tune it by")
         for row in report.swapped:
             assert row.counter is not None
-            row.counter.kernel = find_kernel("eager")
+            row.counter.kernel = dense
         return order
 
     def _head(self, layer: str, head: int, calls: list[Seen]) -> Head:
@@ -244,18 +250,3 @@ def _rounded(value: float) -> float:
 
 def _with(options: Options, option: str, threshold: float) -> Options:
     return options if threshold == math.inf else {**options, option: threshold}
-
-
-class _Noting:
-    """Dense, and notes the first time it runs."""
-
-    def __init__(self, name: str, order: list[str]) -> None:
-        self.name, self.order, self.kernel = name, order, find_kernel("eager")
-
-    def as_kernel(self) -> Any:
-        return replace(self.kernel, run=self.run)
-
-    def run(self, *given: Any) -> Any:
-        if self.name not in self.order:
-            self.order.append(self.name)
-        return self.kernel.run(*given)
