@@ -58,7 +58,7 @@ def _scaled(text: str, units: dict[str, int], rule: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class Requirement:
     """What is asked of a model."""
 
     model: Model
@@ -103,7 +103,7 @@ class Footprint:
         return None if self.weight_bytes is None else self.needed / self.memory
 
 
-def footprint(candidate: Candidate, demand: Demand) -> Footprint:
+def footprint(candidate: Candidate, demand: Requirement) -> Footprint:
     per_token = candidate.bytes_per_token_layer * demand.model.layers
     weights = weight_bytes(candidate, demand)
     free = max(0, demand.memory - (weights or 0))
@@ -118,7 +118,7 @@ def footprint(candidate: Candidate, demand: Demand) -> Footprint:
     )
 
 
-def weight_bytes(candidate: Candidate, demand: Demand) -> int | None:
+def weight_bytes(candidate: Candidate, demand: Requirement) -> int | None:
     """Of the whole model with this attention in place of its own."""
     model = demand.model
     if model.params is None:
@@ -130,6 +130,6 @@ def weight_bytes(candidate: Candidate, demand: Demand) -> int | None:
     return params * ITEM_BYTES[demand.dtype]
 
 
-def _largest_context(tokens: int, demand: Demand) -> int | None:
+def _largest_context(tokens: int, demand: Requirement) -> int | None:
     window = demand.model.window
     return None if window is not None and tokens >= window else tokens

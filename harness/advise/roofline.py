@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.advise.work import DecodeStep, Figure, Part
+from harness.advise.work import DecodeStep, Figure, StepPart
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Whether others were at work while this machine was measured. A steady load slows every sample alike, so no spread of
@@ -90,7 +90,7 @@ CACHED, BEYOND = 4 * MIB, 96 * MIB  # below and above these the size of a workin
 @dataclass(frozen=True, slots=True)
 class Roofline:
     reading: dict[int, Figure]  # seconds per byte, of CACHED and of BEYOND bytes read over and over
-    parts: dict[tuple[Part, int], Figure]  # seconds within a working set, without what a call costs in itself
+    parts: dict[tuple[StepPart, int], Figure]  # seconds within a working set, without what a call costs in itself
     threads: int
     disturbance: Disturbance | None = None  # None: not watched
 
@@ -109,7 +109,7 @@ def measure(steps: Sequence[DecodeStep], *, told: Callable[[str], None] = lambda
 
     from harness.advise.probes import probe_of, reading, take
 
-    parts: dict[tuple[Part, int], Figure] = {}
+    parts: dict[tuple[StepPart, int], Figure] = {}
     finish = watch()
     with torch.inference_mode():
         told("measuring this machine: reading")

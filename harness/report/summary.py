@@ -16,7 +16,7 @@ ORDER = ("mismatch", "error", "oom", "timeout", "degraded", "unsupported")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """`worst_*` is None where no cell has an error ratio; `unjudged` failed without leaving one; `missing` cells were
     planned and are not in the table."""
 
@@ -35,10 +35,10 @@ class Verdict:
         return any(status in EQUAL_STATUSES for status in self.statuses) and not failed and not self.missing
 
 
-def judge(frame: pd.DataFrame) -> Verdict:
+def judge(frame: pd.DataFrame) -> RunVerdict:
     present = frame["status"].value_counts()
     worst = _worst(frame)
-    return Verdict(
+    return RunVerdict(
         cells=len(frame),
         statuses={status: int(present[status]) for status in STATUSES if status in present},
         worst_err_ratio=None if worst is None else float(worst["err_ratio"]),
