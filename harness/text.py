@@ -59,8 +59,9 @@ def percent(share: Any, digits: int = 0) -> str:
     return ABSENT if is_absent(share) else f"{100 * share:.{digits}f} %"
 
 
-def signed_percent(change: Any) -> str:
-    return ABSENT if is_absent(change) else f"{100 * change:+.1f} %"
+def signed_percent(change: float | None) -> str:
+    """A change that is no number is shown as such: it was measured."""
+    return ABSENT if change is None else f"{100 * change:+.1f} %"
 
 
 def span(low: Any, high: Any) -> str:

@@ -8,23 +8,6 @@ from harness.advise.memory import Footprint, Requirement, footprint
 from harness.advise.roofline import Roofline
 from harness.advise.work import DecodeStep, Figure, decode_step
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How long a decode step of one layer takes here: the roofline of this machine over the parts of the step.
-
-
-def predict(candidate: Candidate, demand: Requirement, roofline: Roofline) -> Figure:
-    """Seconds for one new token of each sequence."""
-    return roofline.seconds(step_of(candidate, demand))
-
-
-def step_of(candidate: Candidate, demand: Requirement) -> DecodeStep:
-    """Each layer finds the processor's cache full of the others' data."""
-    keys = demand.kept(demand.context)
-    return decode_step(candidate, batch=demand.batch, keys=keys, layers=demand.model.layers)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -57,6 +40,16 @@ def advise(demand: Requirement, roofline: Roofline | None = None) -> Advice:
     ]
     marked = tuple(replace(one, pareto=not any(dominates(other, one) for other in options)) for one in options)
     return Advice(demand, marked, _choose(marked))
+
+
+def predict(candidate: Candidate, demand: Requirement, roofline: Roofline) -> Figure:
+    """Seconds that a decode step of one layer takes here, for one new token of each sequence."""
+    return roofline.seconds(step_of(candidate, demand))
+
+
+def step_of(candidate: Candidate, demand: Requirement) -> DecodeStep:
+    """Each layer finds the processor's cache full of the others' data."""
+    return decode_step(candidate, batch=demand.batch, keys=demand.kept(demand.context), layers=demand.model.layers)
 
 
 def dominates(one: Alternative, other: Alternative) -> bool:

@@ -3,6 +3,9 @@
 A decode step multiplies a few rows by much data, and the peak of a square matrix product says nothing about that. So
 the very products are measured, and each as the step finds it: after as much other data has been read as the step reads
 between two uses of the same byte. How much of its own the processor's cache still holds then is up to the processor.
+
+Meanwhile it is watched whether others are at work. A steady load slows every sample alike, so no spread of samples
+shows it; the processors' own clocks do.
 """
 
 import os
@@ -12,12 +15,10 @@ from dataclasses import dataclass
 
 from harness.advise.work import DecodeStep, Figure, StepPart
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Whether others were at work while this machine was measured. A steady load slows every sample alike, so no spread of
-# samples shows it; the processors' own clocks do.
-
-
 OTHERS = 0.25  # cores that others keep busy: more than a desktop at rest
+MIB = 2**20
+MODEL_ERROR = 0.1  # of a sum of parts beside a whole step: five of six are closer (bench/advise_accuracy.py)
+CACHED, BEYOND = 4 * MIB, 96 * MIB  # below and above these the size of a working set makes no difference
 LOAD = 0.5  # of the last minute, where the clocks are hidden: as `harness doctor` warns
 
 
@@ -53,13 +54,8 @@ def read_clocks() -> Clocks:
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     idle = ("idle", "iowait", "guest", "guest_nice")  # guests are counted in user time already
-    busy = sum(
-        seconds
-        for number in usable
-        if number < len(cores)
-        for name, seconds in cores[number]._asdict().items()
-        if name not in idle
-    )
+    mine = [cores[number]._asdict() for number in usable if number < len(cores)]
+    busy = sum(seconds for core in mine for name, seconds in core.items() if name not in idle)
     own = os.times()
     return Clocks(time.perf_counter(), own.user + own.system, busy)
 
@@ -77,14 +73,6 @@ def watch(clocks: Callable[[], Clocks] = read_clocks) -> Callable[[], Disturbanc
         return Disturbance(None if hidden else max(0.0, busy - own) / wall, load)
 
     return finish
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-MIB = 2**20
-MODEL_ERROR = 0.1  # of a sum of parts beside a whole step: five of six are closer (bench/advise_accuracy.py)
-CACHED, BEYOND = 4 * MIB, 96 * MIB  # below and above these the size of a working set makes no difference
 
 
 @dataclass(frozen=True, slots=True)

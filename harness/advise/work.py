@@ -92,12 +92,9 @@ def decode_step(candidate: Candidate, *, batch: int, keys: int, layers: int = 1)
 
 
 def _grouped(case: Case) -> tuple[StepPart, ...]:
-    E, H, D = case.embed_dim, case.heads, case.head_dim
-    H_kv = case.kv_heads
+    E, H, H_kv, D = case.embed_dim, case.heads, case.kv_heads, case.head_dim
     assert H_kv is not None
-    cached = StepPart(
-        "attention", case.batch, D, D, case.dtype, heads=H_kv, rows=H // H_kv, keys=case.kv_len
-    )  # fmt: skip
+    cached = StepPart("attention", case.batch, D, D, case.dtype, heads=H_kv, rows=H // H_kv, keys=case.kv_len)
     to_keys = _linear(case, E, H_kv * D)
     return (_linear(case, E, H * D), to_keys, to_keys, cached, _linear(case, H * D, E))
 

@@ -25,3 +25,15 @@ class Diagnosis:
             raise ValueError(f"{self.name}: a finding that is not ok must say what to do")
         if self.prevents_runs and self.level != "bad":
             raise ValueError(f"{self.name}: what prevents runs is bad")
+
+
+def ok(name: str, found: str) -> Diagnosis:
+    return Diagnosis(name, "ok", found)
+
+
+def warn(name: str, found: str, todo: str) -> Diagnosis:
+    return Diagnosis(name, "warn", found, todo)
+
+
+def bad(name: str, found: str, todo: str, *, prevents_runs: bool = False) -> Diagnosis:
+    return Diagnosis(name, "bad", found, todo, prevents_runs)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from harness import environment
-from harness.doctor import Diagnosis, Level, machine, noise, software
+from harness.doctor import Diagnosis, Level, bad, machine, noise, ok, software, warn
 from harness.text import percent
 
 RESULTS = Path("results")
@@ -41,12 +41,11 @@ class Examination:
         return ", ".join(chosen)
 
     def to_json(self) -> dict[str, Any]:
-        noise = None if self.noise is None else self.noise.to_json()
         return {
             "verdict": self.verdict,
             "can_run": self.can_run,
             "findings": [asdict(finding) for finding in self.findings],
-            "noise": noise,
+            "noise": None if self.noise is None else self.noise.to_json(),
         }
 
 
@@ -96,15 +95,13 @@ def installed(package: str) -> str | None:
 
 
 def noise_level(measured: noise.NoiseStudy) -> Diagnosis:
-    paired, in_turn, least = (
-        percent(each, 1) for each in (measured.paired(), measured.sequential(), measured.smallest_effect)
-    )
+    paired, in_turn = percent(measured.paired(), 1), percent(measured.sequential(), 1)
     text = (
         f"{len(measured.trials)} A/A ratios: 95 % within ±{paired} as pairs, ±{in_turn} one after the other; "
-        f"the smallest effect to trust is {least}"
+        f"the smallest effect to trust is {percent(measured.smallest_effect, 1)}"
     )
     if not measured.smallest_effect <= 0.1:
-        return Diagnosis("noise", "bad", text, "see load, steal time and threads above; then examine again")
+        return bad("noise", text, "see load, steal time and threads above; then examine again")
     if not measured.smallest_effect <= 0.03:
-        return Diagnosis("noise", "warn", text, "a longer `timing: {budget_s: 2, max_blocks: 401}` narrows it")
-    return Diagnosis("noise", "ok", text)
+        return warn("noise", text, "a longer `timing: {budget_s: 2, max_blocks: 401}` narrows it")
+    return ok("noise", text)

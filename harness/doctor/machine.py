@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from harness.doctor import Diagnosis
+from harness.doctor import Diagnosis, bad, ok, warn
 from harness.text import percent
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "asimd", "sve", "bf16")
@@ -92,41 +92,33 @@ def processor(cpuinfo: str, capability: str) -> Diagnosis:
     if has and not half:
         text += "; no bf16 instructions, so that half precision is timed as emulated"
     if capability in ("DEFAULT", "NO AVX") and "avx2" in has:
-        return Diagnosis(
-            "processor", "warn", text, "unset ATEN_CPU_CAPABILITY: torch does not use the AVX2 that is here"
-        )
+        return warn("processor", text, "unset ATEN_CPU_CAPABILITY: torch does not use the AVX2 that is here")
     if capability == "AVX2" and "avx512f" in has:
-        return Diagnosis("processor", "warn", text, "unset ATEN_CPU_CAPABILITY, unless AVX2 is meant")
+        return warn("processor", text, "unset ATEN_CPU_CAPABILITY, unless AVX2 is meant")
     if capability in ("DEFAULT", "NO AVX") and "asimd" not in has:
-        return Diagnosis(
-            "processor", "warn", text, "time on a machine with AVX2: speeds without it tell nothing of others"
-        )
-    return Diagnosis("processor", "ok", text)
+        return warn("processor", text, "time on a machine with AVX2: speeds without it tell nothing of others")
+    return ok("processor", text)
 
 
 def cores(total: int, affinity: int, quota: float | None) -> Diagnosis:
     limit = "no cgroup quota" if quota is None else f"cgroup quota {quota:g}"
     text = f"{total} in all, {affinity} by affinity, {limit}"
     if quota is not None and quota < 1:
-        return Diagnosis(
-            "cores", "bad", text, "raise the cgroup's cpu quota: below one core every call is cut in pieces"
-        )
+        return bad("cores", text, "raise the cgroup's cpu quota: below one core every call is cut in pieces")
     if quota is not None and quota < affinity:
         todo = f"pin to {int(quota)} cores (taskset) or raise the quota: beyond it all threads stop at once"
-        return Diagnosis("cores", "warn", text, todo)
-    return Diagnosis("cores", "ok", text)
+        return warn("cores", text, todo)
+    return ok("cores", text)
 
 
 def governor(root: Path) -> Diagnosis:
     files = sorted(root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor"))
     kinds = sorted({text for file in files if (text := read(file))})
     if not kinds:
-        return Diagnosis("governor", "ok", HIDDEN)
+        return ok("governor", HIDDEN)
     if kinds == ["performance"]:
-        return Diagnosis("governor", "ok", "performance")
-    return Diagnosis(
-        "governor", "warn", ", ".join(kinds), "cpupower frequency-set -g performance: the clock moves with load"
-    )
+        return ok("governor", "performance")
+    return warn("governor", ", ".join(kinds), "cpupower frequency-set -g performance: the clock moves with load")
 
 
 def turbo(root: Path) -> Diagnosis:
@@ -134,40 +126,38 @@ def turbo(root: Path) -> Diagnosis:
     # Intel's file says when it is off, the others' when it is on.
     off, on = read(cpu / "intel_pstate/no_turbo"), read(cpu / "cpufreq/boost")
     if off is None and on is None:
-        return Diagnosis("turbo", "ok", HIDDEN)
+        return ok("turbo", HIDDEN)
     if off == "0" or (off is None and on == "1"):
         file = "/sys/devices/system/cpu/" + ("cpufreq/boost" if off is None else "intel_pstate/no_turbo")
         todo = f"echo {0 if off is None else 1} > {file}: the clock falls as the machine warms up"
-        return Diagnosis("turbo", "warn", "on", todo)
-    return Diagnosis("turbo", "ok", "off")
+        return warn("turbo", "on", todo)
+    return ok("turbo", "off")
 
 
 def steal(before: str | None, after: str | None) -> Diagnosis:
     """Two readings of /proc/stat, taken around work: a processor can only be stolen from one who wants it."""
     first, last = (steal_and_total(stat or "") for stat in (before, after))
     if first is None or last is None or last[1] <= first[1]:
-        return Diagnosis("steal time", "ok", HIDDEN)
+        return ok("steal time", HIDDEN)
     share = (last[0] - first[0]) / (last[1] - first[1])
     text = f"{percent(share, 1)} of the time while measuring"
     if share > 0.05:
-        return Diagnosis(
-            "steal time", "bad", text, "use a machine of its own: the host gives this one's cores to others"
-        )
+        return bad("steal time", text, "use a machine of its own: the host gives this one's cores to others")
     if share > 0.005:
-        return Diagnosis("steal time", "warn", text, "expect wider intervals, or use a machine of its own")
-    return Diagnosis("steal time", "ok", text)
+        return warn("steal time", text, "expect wider intervals, or use a machine of its own")
+    return ok("steal time", text)
 
 
 def load(average: float | None, usable: int) -> Diagnosis:
     """The minute before the examination; its own work is not in it."""
     if average is None:
-        return Diagnosis("load", "ok", HIDDEN)
+        return ok("load", HIDDEN)
     text = f"{average:.2f} over the last minute, for {usable} cores"
     if average >= usable:
-        return Diagnosis("load", "bad", text, "stop what else is running (top shows it): calls wait for a core")
+        return bad("load", text, "stop what else is running (top shows it): calls wait for a core")
     if average >= 0.5:
-        return Diagnosis("load", "warn", text, "stop what else is running, or wait for it")
-    return Diagnosis("load", "ok", text)
+        return warn("load", text, "stop what else is running, or wait for it")
+    return ok("load", text)
 
 
 def memory(available: int, total: int, swap_used: int, limit: int | None) -> Diagnosis:
@@ -175,23 +165,21 @@ def memory(available: int, total: int, swap_used: int, limit: int | None) -> Dia
     text += ", no cgroup limit" if limit is None else f", cgroup limit {limit / GIB:.1f} GiB"
     least = min(available, limit if limit is not None else available)
     if least < GIB // 2:
-        return Diagnosis("memory", "bad", text, "free some or raise the limit: torch alone needs half a GiB")
+        return bad("memory", text, "free some or raise the limit: torch alone needs half a GiB")
     if least < 2 * GIB:
-        return Diagnosis("memory", "warn", text, "free some or raise the limit: long sequences will end as oom")
+        return warn("memory", text, "free some or raise the limit: long sequences will end as oom")
     if swap_used > GIB // 4:
-        return Diagnosis(
-            "memory", "warn", text, "swapoff -a && swapon -a: pages that come back from disk are timed too"
-        )
-    return Diagnosis("memory", "ok", text)
+        return warn("memory", text, "swapoff -a && swapon -a: pages that come back from disk are timed too")
+    return ok("memory", text)
 
 
 def disk(folder: Path, free: int) -> Diagnosis:
     text = f"{free / GIB:.1f} GiB free for {folder}"
     if free < 2**20:
-        return Diagnosis("disk", "bad", text, "make room: not even one record fits", prevents_runs=True)
+        return bad("disk", text, "make room: not even one record fits", prevents_runs=True)
     if free < GIB:
-        return Diagnosis("disk", "warn", text, "make room: a nightly run writes hundreds of MB")
-    return Diagnosis("disk", "ok", text)
+        return warn("disk", text, "make room: a nightly run writes hundreds of MB")
+    return ok("disk", text)
 
 
 def results_folder(
@@ -209,11 +197,11 @@ def results_folder(
     except OSError as error:
         reason = error.strerror or str(error)
         todo = "make it writable, or run from another folder: every finished case is written and synced there"
-        return Diagnosis("results", "bad", f"{place}: {reason}", todo, prevents_runs=True)
+        return bad("results", f"{place}: {reason}", todo, prevents_runs=True)
     text = f"{folder} can be written; a sync takes {1e3 * seconds:.1f} ms"
     if seconds > 0.1:
-        return Diagnosis("results", "warn", text, "put results on a local disk: every finished case waits for a sync")
-    return Diagnosis("results", "ok", text)
+        return warn("results", text, "put results on a local disk: every finished case waits for a sync")
+    return ok("results", text)
 
 
 def nearest(folder: Path) -> Path:

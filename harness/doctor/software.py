@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from harness.doctor import Diagnosis
+from harness.doctor import Diagnosis, bad, ok, warn
 
 PACKAGES = ("torch", "numpy", "pandas", "transformers", "diffusers", "ray")
 NEEDED = ("torch", "numpy", "pandas")
@@ -14,16 +14,14 @@ def versions(python: str, version: Callable[[str], str | None]) -> Diagnosis:
     missing = [name for name in NEEDED if found[name] is None]
     if missing:
         todo = f"install {' and '.join(missing)} (`make setup`)"
-        return Diagnosis("versions", "bad", f"{text}; without {', '.join(missing)}", todo, prevents_runs=True)
-    return Diagnosis("versions", "ok", text)
+        return bad("versions", f"{text}; without {', '.join(missing)}", todo, prevents_runs=True)
+    return ok("versions", text)
 
 
 def torch_build(config: str | None, error: str = "") -> Diagnosis:
     """`config` is what torch.__config__.show() says; None if torch could not be imported, and why."""
     if config is None:
-        return Diagnosis(
-            "torch", "bad", f"cannot be imported: {error}", "reinstall it (`make setup`)", prevents_runs=True
-        )
+        return bad("torch", f"cannot be imported: {error}", "reinstall it (`make setup`)", prevents_runs=True)
     features = {
         "MKL": "USE_MKL=ON" in config or "Math Kernel Library" in config,
         "oneDNN": "USE_MKLDNN=ON" in config or "MKL-DNN" in config,
@@ -31,24 +29,18 @@ def torch_build(config: str | None, error: str = "") -> Diagnosis:
     }
     has = ", ".join(name for name, there in features.items() if there) or "none of MKL, oneDNN, OpenMP"
     if not features["OpenMP"]:
-        return Diagnosis("torch", "warn", f"built with {has}", "use a build with OpenMP: this one runs on one core")
+        return warn("torch", f"built with {has}", "use a build with OpenMP: this one runs on one core")
     if not (features["MKL"] or features["oneDNN"]):
-        return Diagnosis(
-            "torch", "warn", f"built with {has}", "use a build with MKL or oneDNN: its products are faster"
-        )
-    return Diagnosis("torch", "ok", f"built with {has}")
+        return warn("torch", f"built with {has}", "use a build with MKL or oneDNN: its products are faster")
+    return ok("torch", f"built with {has}")
 
 
 def tree(commit: str | None, dirty: bool | None) -> Diagnosis:
     if commit is None:
-        return Diagnosis(
-            "git", "warn", "no commit here", "run inside a git tree: a result without a commit cannot be repeated"
-        )
+        return warn("git", "no commit here", "run inside a git tree: a result without a commit cannot be repeated")
     if dirty:
-        return Diagnosis(
-            "git", "warn", f"{commit[:12]} with changes", "commit first: a result should name what was run"
-        )
-    return Diagnosis("git", "ok", f"{commit[:12]}, clean")
+        return warn("git", f"{commit[:12]} with changes", "commit first: a result should name what was run")
+    return ok("git", f"{commit[:12]}, clean")
 
 
 def threads(number: int, usable: int, environment: Mapping[str, str]) -> Diagnosis:
@@ -57,12 +49,10 @@ def threads(number: int, usable: int, environment: Mapping[str, str]) -> Diagnos
     shown = "".join(f", {name}={environment[name]}" for name in names)
     text = f"{number} of torch for {usable} usable cores{shown}"
     if number > usable:
-        return Diagnosis(
-            "threads", "bad", text, f"set OMP_NUM_THREADS={usable}: threads that wait for a core make noise"
-        )
+        return bad("threads", text, f"set OMP_NUM_THREADS={usable}: threads that wait for a core make noise")
     dynamic = [name for name in ("OMP_DYNAMIC", "MKL_DYNAMIC") if environment.get(name, "").lower() in ("true", "1")]
     if dynamic:
-        return Diagnosis("threads", "warn", text, f"unset {dynamic[0]}: the number of threads may change within a run")
+        return warn("threads", text, f"unset {dynamic[0]}: the number of threads may change within a run")
     if number < usable:
-        return Diagnosis("threads", "warn", text, f"set OMP_NUM_THREADS={usable}, unless fewer are meant")
-    return Diagnosis("threads", "ok", text)
+        return warn("threads", text, f"set OMP_NUM_THREADS={usable}, unless fewer are meant")
+    return ok("threads", text)

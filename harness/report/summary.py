@@ -69,10 +69,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
         row: dict[str, object] = {"variant": variant, "kernel": kernel, "cells": len(cells)}
         row |= {status: int((cells["status"] == status).sum()) for status in ("ok", "degraded", "unsupported")}
         row["failed"] = int(cells["status"].isin(FAILING).sum())
-        row["worst_err_ratio"] = None if worst is None else worst["err_ratio"]
-        row["worst_max_abs_err"] = None if worst is None else worst["max_abs_err"]
-        row["worst_err_budget"] = None if worst is None else worst["err_budget"]
-        row["worst_case_id"] = None if worst is None else worst["case_id"]
+        for column in ("err_ratio", "max_abs_err", "err_budget", "case_id"):
+            row[f"worst_{column}"] = None if worst is None else worst[column]
         for column in ("params", "kv_bytes_per_token"):
             known = cells[column].dropna()
             row[f"{column}_min"] = known.min() if len(known) else None

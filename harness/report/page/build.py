@@ -66,9 +66,6 @@ def build_page(runs: Sequence[StoredRun]) -> str:
     if len(labels := {run.label for run in runs}) != len(runs):
         raise BadInput(f"runs of one report need labels of their own, these are given twice: {', '.join(labels)}")
     cards = [words.card(run) for run in runs]
-    sensitivity = [table for run in runs if run.sensitivity for table in words.sensitivity_tables(run.sensitivity)]
-    left_out = words.left_out_tables(runs)
-    gates = [table for run in runs for table in words.gate_tables(run)]
     css, script = (STATIC / "page.css").read_text(encoding="utf-8"), _script()
     vega = vega_bundle()
     for code in (css, script, vega):
@@ -89,30 +86,12 @@ def build_page(runs: Sequence[StoredRun]) -> str:
         variant_tables=words.variant_tables(runs),
         legend=story.LEGEND,
         digits=DIGITS,
-        sensitivity=sensitivity,
-        gates=gates,
-        left_out=left_out,
+        sensitivity=[table for run in runs if run.sensitivity for table in words.sensitivity_tables(run.sensitivity)],
+        gates=[table for run in runs for table in words.gate_tables(run)],
+        left_out=words.left_out_tables(runs),
         left_out_legend=sparsity.LEGEND,
         environment=words.environment_table(runs),
-        sections=_sections(bool(left_out), bool(sensitivity), bool(gates)),
     )
-
-
-def _sections(left_out: bool, sensitivity: bool, gates: bool) -> list[tuple[str, str]]:
-    """The anchor and the name of each section that is there."""
-    optional = {"left-out": left_out, "sensitivity": sensitivity, "gate": gates}
-    sections = {
-        "verdict": "Verdict",
-        "tradeoffs": "Trade-offs",
-        "errors": "Errors",
-        "speed": "Speed",
-        "left-out": "Left out",
-        "cells": "Cells",
-        "sensitivity": "Sensitivity",
-        "gate": "Gate",
-        "reproduce": "Reproduce",
-    }
-    return [(anchor, name) for anchor, name in sections.items() if optional.get(anchor, True)]
 
 
 def _payload(runs: Sequence[StoredRun]) -> dict[str, Any]:
