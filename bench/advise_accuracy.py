@@ -26,8 +26,7 @@ from harness.advise.work import Figure
 from harness.case import DTYPES
 from harness.commands import positive
 from harness.errors import EQUAL, NOT_EQUAL
-from harness.report.story import Column
-from harness.report.terminal import table_of
+from harness.report.table import Column, Table
 from harness.text import plural, terminal
 
 if TYPE_CHECKING:
@@ -89,13 +88,13 @@ def compared(point: Point) -> tuple[Figure, Figure]:
     """Predicted and measured, sampled in turn: the speed of a machine drifts within seconds."""
     import torch
 
-    from harness.advise.probes import Probe, decode_step, probe_of, take
+    from harness.advise.probes import TimedCall, decode_step, probe_of, take
 
     with torch.inference_mode():
         real = decode_step(build(point.candidate), batch=point.batch, keys=point.keys)
         span = span_of(point.step)
-        probes: dict[work.Part | None, Probe] = {part: probe_of(part, span) for part in point.step.parts}
-        found = take({**probes, None: Probe(real, real)})
+        probes: dict[work.StepPart | None, TimedCall] = {part: probe_of(part, span) for part in point.step.parts}
+        found = take({**probes, None: TimedCall(real, real)})
     parts = {(part, span): seconds for part, seconds in found.items() if part is not None}
     return Roofline({}, parts, torch.get_num_threads()).seconds(point.step), found[None]
 
@@ -129,20 +128,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EQUAL if good == len(rows) else NOT_EQUAL
 
 
-def table(rows: Sequence[tuple[Point, Figure, Figure]]) -> object:
-    cases = [point.candidate.case for point, _, _ in rows]
-    return table_of(
-        [
-            Column("variant", [point.candidate.label for point, _, _ in rows], left=True),
-            Column("E", [f"{case.embed_dim:,}" for case in cases]),
-            Column("heads", [str(case.heads) for case in cases]),
-            Column("S", [f"{point.keys:,}" for point, _, _ in rows]),
-            Column("batch", [str(point.batch) for point, _, _ in rows]),
-            Column("predicted ms", [f"{1e3 * predicted.value:.3f} ±{predicted.error:.0%}" for _, predicted, _ in rows]),
-            Column("measured ms", [f"{1e3 * real.value:.3f} ±{real.error:.0%}" for _, _, real in rows]),
-            Column("ratio", [f"{predicted.value / real.value:.2f}" for _, predicted, real in rows]),
-        ]
-    )
+def table(rows: Sequence[tuple[Point, Figure, Figure]]) -> Table:
+    """A row is a point, what was predicted of it and what was measured."""
+    columns = [
+        Column("variant", lambda row: row[0].candidate.label, left=True),
+        Column("E", lambda row: f"{row[0].candidate.case.embed_dim:,}"),
+        Column("heads", lambda row: row[0].candidate.case.heads),
+        Column("S", lambda row: f"{row[0].keys:,}"),
+        Column("batch", lambda row: row[0].batch),
+        Column("predicted ms", lambda row: f"{1e3 * row[1].value:.3f} ±{row[1].error:.0%}"),
+        Column("measured ms", lambda row: f"{1e3 * row[2].value:.3f} ±{row[2].error:.0%}"),
+        Column("ratio", lambda row: f"{row[1].value / row[2].value:.2f}"),
+    ]
+    return Table(columns, rows)
 
 
 def parser() -> argparse.ArgumentParser:

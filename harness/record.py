@@ -13,6 +13,9 @@ STATUS_SEVERITY = {"ok": 0, "degraded": 1, "unsupported": 2, "mismatch": 3, "err
 FAILING = frozenset({"mismatch", "error", "timeout", "oom"})
 # What may go otherwise the next time; a mismatch is a finding and stays one.
 RETRIED = frozenset({"error", "timeout", "oom"})
+# Limits of `err_ratio`, in noise floors N: the acceptance rule (cell/rule.py) judges by them, reports draw them.
+OK_FACTOR = 2.0
+DEGRADED_FACTOR = 32.0
 
 
 @dataclass(frozen=True)

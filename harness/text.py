@@ -1,4 +1,9 @@
-"""Progress of a run: a bar on a terminal, a line now and then in a log file."""
+"""Numbers and foreign strings become text here, once for every rendering; and the ways that text reaches a person.
+
+A missing value is `ABSENT`, never 0. In this order: formats of numbers, foreign text made harmless, numbers as a row of
+blocks, the terminal that verdicts are printed on, logging (`[LEVEL][MODULE][FUNC] message`, to standard error), and the
+progress of a run: a bar on a terminal, a line now and then in a log file.
+"""
 
 import itertools
 import logging
@@ -8,18 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Numbers and foreign strings to text, in one place, for the terminal and for Markdown alike.
-
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ABSENT = "-"
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # of a row of blocks
+LOG_FORMAT = "[%(levelname)s][%(module)s][%(funcName)s] %(message)s"
+LOG_EVERY_S = 15.0
+
+Report = Callable[[int, str], None]  # how many are done, and what runs now
 
 
 def is_absent(value: Any) -> bool:
@@ -30,17 +37,31 @@ def count(value: Any) -> str:
     """Exact below 10,000, then three digits and a unit: 8,192 and 1.05M."""
     if is_absent(value):
         return ABSENT
-    number = float(value)
-    if abs(number) < 10_000:
-        return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
+    amount = float(value)
+    if abs(amount) < 10_000:
+        return f"{amount:,.0f}" if amount == int(amount) else f"{amount:,.1f}"
     for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
-        if abs(number) / size < 999.5 or unit == "G":
-            return f"{number / size:.3g}{unit}" if abs(number) / size < 999.5 else f"{number / size:,.0f}{unit}"
-    raise AssertionError("unreachable: G takes the rest")
+        if abs(amount) / size < 999.5:
+            return f"{amount / size:.3g}{unit}"
+    return f"{amount / 1e9:,.0f}G"
 
 
-def plural(number: int, one: str, several: str) -> str:
-    return f"{number:,} {one if number == 1 else several}"
+def plural(amount: int, one: str, several: str) -> str:
+    return f"{amount:,} {one if amount == 1 else several}"
+
+
+def number(value: Any, form: str, *, scale: float = 1) -> str:
+    """By a format specification, such as `.3f`."""
+    return ABSENT if is_absent(value) else format(value * scale, form)
+
+
+def percent(share: Any, digits: int = 0) -> str:
+    return ABSENT if is_absent(share) else f"{100 * share:.{digits}f} %"
+
+
+def signed_percent(change: float | None) -> str:
+    """A change that is no number is shown as such: it was measured."""
+    return ABSENT if change is None else f"{100 * change:+.1f} %"
 
 
 def span(low: Any, high: Any) -> str:
@@ -50,7 +71,7 @@ def span(low: Any, high: Any) -> str:
 
 def small(value: Any) -> str:
     """Errors: two digits, scientific."""
-    return ABSENT if is_absent(value) else f"{value:.1e}"
+    return number(value, ".1e")
 
 
 def ratio(value: Any) -> str:
@@ -73,7 +94,7 @@ def measured_line(measured_share: float | None, elapsed: float | None) -> str | 
     """None where nothing was clocked: no share is made up."""
     if measured_share is None or elapsed is None:
         return None
-    return f"{measured_share:.0%}".replace("%", " %") + f" of {elapsed:.0f} s inside measured or compared calls"
+    return f"{percent(measured_share)} of {elapsed:.0f} s inside measured or compared calls"
 
 
 def plain(text: Any) -> str:
@@ -88,14 +109,6 @@ def first_line(text: Any, limit: int = 300) -> str:
     lines = [] if is_absent(text) else [line for line in str(text).splitlines() if line.strip()]
     line = plain(lines[0].strip()) if lines else ""
     return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A row of numbers as a row of blocks, for a terminal.
-
-
-BLOCKS = "▁▂▃▄▅▆▇█"
-WIDTH = 40
 
 
 def sparkline(values: Sequence[float], *, low: float | None = None, high: float | None = None) -> str:
@@ -126,11 +139,8 @@ def condense(values: Sequence[float], width: int = WIDTH) -> list[float]:
     return [max((value for value in part if not math.isnan(value)), default=math.nan) for part in stretches]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The terminal that verdicts are printed on.
-
-
 def terminal() -> "Console":
+    """Standard output, for verdicts."""
     from rich.console import Console
 
     class Terminal(Console):
@@ -146,13 +156,6 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Logging in the form `[LEVEL][MODULE][FUNC] message`, to standard error.
-
-
-FORMAT = "[%(levelname)s][%(module)s][%(funcName)s] %(message)s"
-
-
 def configure(*, quiet: bool = False, verbose: bool = False) -> None:
     """Warnings by default, errors only when quiet, everything when verbose; safe to call again."""
     logger = logging.getLogger("harness")
@@ -161,20 +164,22 @@ def configure(*, quiet: bool = False, verbose: bool = False) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger.addHandler(handler)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-LOG_EVERY_S = 15.0
-
-Report = Callable[[int, str], None]  # how many are done, and what runs now
-
-
 @contextmanager
-def progress(total: int, console: Console) -> Iterator[Report]:
+def progress(total: int, console: "Console") -> Iterator[Report]:
+    from rich.markup import escape
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     if not console.is_terminal:
         yield _line_reporter(total, console)
         return
@@ -184,7 +189,7 @@ def progress(total: int, console: Console) -> Iterator[Report]:
         yield lambda done, running: bar.update(task, completed=done, description=escape(running))
 
 
-def _line_reporter(total: int, console: Console) -> Report:
+def _line_reporter(total: int, console: "Console") -> Report:
     started = time.perf_counter()
     last = started
 

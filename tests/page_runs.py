@@ -7,7 +7,7 @@ from typing import Any
 from harness import store
 from harness.environment import Environment
 from harness.record import Record
-from harness.report.page import Run
+from harness.report.page import StoredRun
 
 HERE = Environment("3.11", "2.13", "2", "3", "0.1", "Linux", "CPU 9", 2, 2, 2**30, "c0ffee", False)
 KV_HEADS = {"mha": 8, "gqa": 2, "mqa": 1}
@@ -41,12 +41,12 @@ def record(variant: str = "mha", *, seq_len: int = 128, phase: str = "prefill", 
     return Record(case_id=case_id, variant=variant, seq_len=seq_len, phase=phase, **fields)
 
 
-def run(*records: Record, label: str = "run", **values: Any) -> Run:
+def run(*records: Record, label: str = "run", **values: Any) -> StoredRun:
     known: dict[str, Any] = {"environment": HERE, "config": "name: run\n", "command": "harness run config.yaml"}
-    return Run(label, store.table(records), **(known | values))
+    return StoredRun(label, store.table(records), **(known | values))
 
 
-def small_run(label: str = "run") -> Run:
+def small_run(label: str = "run") -> StoredRun:
     """Three variants, three lengths, two phases, and one cell of each kind that is not ok."""
     good = [
         record(variant, seq_len=length, phase=phase, err_ratio=0.5 + length / 1000)
@@ -72,7 +72,7 @@ def small_run(label: str = "run") -> Run:
     return run(*good, *bad, label=label)
 
 
-def hostile_run() -> Run:
+def hostile_run() -> StoredRun:
     """Every string that comes from outside is hostile: names, messages, config, command, environment."""
     rows = [
         replace(record("mha", phase="decode", kernel=text, status="error", error=text), mask=f"m{number}{text}")
@@ -83,7 +83,7 @@ def hostile_run() -> Run:
     return run(*rows, label=text, config=text, command=text, notes=(text,), environment=replace(HERE, cpu=text))
 
 
-def large_run(cells: int) -> Run:
+def large_run(cells: int) -> StoredRun:
     """About `cells` rows over all axes, with numbers that differ."""
     axes = itertools.product(
         KV_HEADS, (128, 256, 512, 1024, 2048), (256, 512, 1024), (1, 2, 4), ("none", "causal", "padding", "alibi"),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
-from rich.text import Text
 
 from bench.gate_study import night as nights
 from bench.gate_study import roc
@@ -17,10 +16,10 @@ from bench.gate_study.tally import Line, Rate, false_alarms, frame_of, tally
 from bench.gate_study.targets import REACHED, Verdict, all_reached, judge, shown
 from harness import store
 from harness.errors import BadInput
-from harness.report import markdown
-from harness.report.story import Column
-from harness.report.terminal import table_of
-from harness.text import ABSENT, is_absent
+from harness.report.markdown import environment_table
+from harness.report.table import Code, Column, Table, escaped
+from harness.report.terminal import say
+from harness.text import ABSENT, number, percent
 
 MARKDOWN, TABLE, TARGETS, CURVES, CELLS = "gate_study.md", "gate_study.csv", "targets.csv", "roc.csv", "cells.csv"
 BUSY = 0.25  # cores' worth of others' work from which on a quiet night was not quiet
@@ -92,50 +91,36 @@ def lines_frame(lines: Sequence[Line]) -> pd.DataFrame:
 
 
 def print_study(study: Study, console: Console, *, folder: Path) -> None:
-    for mode in dict.fromkeys(line.mode for line in study.lines):
-        own = [line for line in study.lines if line.mode == mode]
-        console.print(table_of(_alarm_columns(own), title=f"False alarms, {mode}"))
+    for table in _mode_tables(study):
+        console.print(table)
         console.print()
-        console.print(table_of(_detection_columns(own), title=f"Detected, {mode}"))
-        console.print()
-        console.print(table_of(_area_columns(own, study), title=f"Area under the curve, {mode}"))
-        console.print()
-    console.print(table_of(_injection_columns(study.injections), title="Extra work: asked for and measured"))
-    for line in (*LEGEND, *notes(study)):
-        console.print(Text(line, "dim"), highlight=False)
+    console.print(_injections(study.injections))
+    say(console, *LEGEND, *notes(study), style="dim")
     console.print()
-    console.print(table_of(_target_columns(study.verdicts), title="Targets"))
+    console.print(_targets(study.verdicts))
     console.print()
-    style = "bold green" if all_reached(study.verdicts) else "bold red"
-    console.print(Text.assemble((headline(study), style)), highlight=False, soft_wrap=True)
+    say(console, headline(study), style="bold green" if all_reached(study.verdicts) else "bold red", whole=True)
     written = " ".join((MARKDOWN, TABLE, TARGETS, CURVES, CELLS, roc.PICTURE))
-    console.print(Text(f"{folder}/  {written}"), highlight=False, soft_wrap=True)
+    say(console, f"{folder}/  {written}", whole=True)
 
 
 def study_markdown(study: Study, folder: Path, *, drawn: bool) -> str:
-    parts = [f"# gate study: {markdown.text(headline(study))}", "## Targets", _table(_target_columns(study.verdicts))]
-    for mode in dict.fromkeys(line.mode for line in study.lines):
-        own = [line for line in study.lines if line.mode == mode]
-        parts += [f"## False alarms, {mode}", _table(_alarm_columns(own))]
-        parts += [f"## Detected, {mode}", _table(_detection_columns(own))]
-        parts += [f"## Area under the curve, {mode}", _table(_area_columns(own, study))]
+    parts = [f"# gate study: {escaped(headline(study))}"]
+    for table in (_targets(study.verdicts), *_mode_tables(study)):
+        parts += [f"## {table.title}", table.markdown()]
     parts += [f"![ROC]({roc.PICTURE})"] if drawn else []
-    parts += ["## Extra work: asked for and measured", _table(_injection_columns(study.injections))]
-    parts += ["<br>".join((*LEGEND, *notes(study)))]
+    injections = _injections(study.injections)
+    parts += [f"## {injections.title}", injections.markdown(), "<br>".join((*LEGEND, *notes(study)))]
     if len(alarms := false_alarms(study.frame)):
-        rows = [
-            (
-                str(r["mode"]),
-                f"{r['kind']} {r['night']}",
-                markdown.code(r["case_id"]),
-                _percent(r["change"]),
-                _percent(r["score"]),
-            )
-            for r in alarms.to_dict("records")
+        columns = [
+            Column("mode", lambda row: row["mode"], left=True),
+            Column("night", lambda row: f"{row['kind']} {row['night']}", left=True),
+            Column("cell", lambda row: Code(row["case_id"]), left=True),
+            Column("change", lambda row: percent(row["change"], 1)),
+            Column("lower end", lambda row: percent(row["score"], 1)),
         ]
-        titles = ("mode", "night", "cell", "change", "lower end")
-        parts += ["## Our false alarms", markdown.table_of(titles, rows, [True, True, True, False, False])]
-    parts += ["## Environment", markdown.environment_table(store.read_environment(folder))]
+        parts += ["## Our false alarms", Table(columns, alarms.to_dict("records")).markdown()]
+    parts += ["## Environment", environment_table(store.read_environment(folder))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -156,56 +141,66 @@ def notes(study: Study) -> list[str]:
     return lines
 
 
-def _alarm_columns(lines: Sequence[Line]) -> list[Column]:
-    return [
-        Column("", [line.decision for line in lines], left=True),
-        Column("cells", [shown(line.alarms) or ABSENT for line in lines], left=True),
-        Column("nights", [shown(line.alarm_nights) or ABSENT for line in lines], left=True),
-        Column("beside", [shown(line.beside) or ABSENT for line in lines], left=True),
-        Column("s/cell", [ABSENT if line.seconds is None else f"{line.seconds:.2f}" for line in lines]),
+def _mode_tables(study: Study) -> list[Table]:
+    """False alarms, detections and areas under the curve, for quiet and for busy nights."""
+    tables = []
+    decision = Column("", lambda line: line.decision, left=True)
+    alarms = [
+        decision,
+        Column("cells", lambda line: shown(line.alarms) or ABSENT, left=True),
+        Column("nights", lambda line: shown(line.alarm_nights) or ABSENT, left=True),
+        Column("beside", lambda line: shown(line.beside) or ABSENT, left=True),
+        Column("s/cell", lambda line: number(line.seconds, ".2f")),
     ]
+    unknown = Column("inconclusive", lambda line: ABSENT if line.inconclusive is None else _rate(line.inconclusive))
+    detected = [decision, *map(_detected, SHARES), unknown]
+    areas = [decision, *(_area(study, share) for share in SHARES)]
+    for mode in dict.fromkeys(line.mode for line in study.lines):
+        own = [line for line in study.lines if line.mode == mode]
+        tables.append(Table(alarms, own, f"False alarms, {mode}"))
+        tables.append(Table(detected, own, f"Detected, {mode}"))
+        tables.append(Table(areas, own, f"Area under the curve, {mode}"))
+    return tables
 
 
-def _detection_columns(lines: Sequence[Line]) -> list[Column]:
-    columns = [Column("", [line.decision for line in lines], left=True)]
-    for share in SHARES:
-        columns.append(Column(f"{share:+.0%}", [_rate(line.detected[share]) for line in lines]))
-    inconclusive = [ABSENT if line.inconclusive is None else _rate(line.inconclusive) for line in lines]
-    return [*columns, Column("inconclusive", inconclusive)]
+def _detected(share: float) -> Column:
+    return Column(f"{share:+.0%}", lambda line: _rate(line.detected[share]))
 
 
-def _area_columns(lines: Sequence[Line], study: Study) -> list[Column]:
-    columns = [Column("", [line.decision for line in lines], left=True)]
-    for share in SHARES:
-        areas = [study.areas.get((line.mode, line.decision, share)) for line in lines]
-        columns.append(Column(f"{share:+.0%}", [ABSENT if area is None else f"{area:.3f}" for area in areas]))
-    return columns
+def _area(study: Study, share: float) -> Column:
+    return Column(f"{share:+.0%}", lambda line: number(study.areas.get((line.mode, line.decision, share)), ".3f"))
 
 
-def _injection_columns(injections: Mapping[str, Mapping[float, Injection]]) -> list[Column]:
+def _injections(injections: Mapping[str, Mapping[float, Injection]]) -> Table:
     """Over the cells: the median of what was measured, its range, and the median width of its intervals."""
     listed = {share: [found[share] for found in injections.values() if share in found] for share in SHARES}
-    listed = {share: found for share, found in listed.items() if found}
-    measured = {share: pd.Series([each.measured for each in found]) for share, found in listed.items()}
-    half = {share: pd.Series([(each.hi - each.lo) / 2 for each in found]).median() for share, found in listed.items()}
-    return [
-        Column("asked", [f"{share:+.0%}" for share in listed]),
-        Column("median", [_percent(each.median()) for each in measured.values()]),
-        Column("least", [_percent(each.min()) for each in measured.values()]),
-        Column("most", [_percent(each.max()) for each in measured.values()]),
-        Column("± of a cell", [_percent(each) for each in half.values()]),
-        Column("alone", [_percent(pd.Series([each.alone for each in found]).median()) for found in listed.values()]),
-        Column("cells", [str(len(found)) for found in listed.values()]),
+
+    def measured(row: tuple[float, list[Injection]]) -> pd.Series:
+        return pd.Series([each.measured for each in row[1]])
+
+    def half(row: tuple[float, list[Injection]]) -> pd.Series:
+        return pd.Series([(each.hi - each.lo) / 2 for each in row[1]])
+
+    columns = [
+        Column("asked", lambda row: f"{row[0]:+.0%}"),
+        Column("median", lambda row: percent(measured(row).median(), 1)),
+        Column("least", lambda row: percent(measured(row).min(), 1)),
+        Column("most", lambda row: percent(measured(row).max(), 1)),
+        Column("± of a cell", lambda row: percent(half(row).median(), 1)),
+        Column("alone", lambda row: percent(pd.Series([each.alone for each in row[1]]).median(), 1)),
+        Column("cells", lambda row: len(row[1])),
     ]
+    return Table(columns, [row for row in listed.items() if row[1]], "Extra work: asked for and measured")
 
 
-def _target_columns(verdicts: Sequence[Verdict]) -> list[Column]:
-    return [
-        Column("target", [each.title for each in verdicts], left=True),
-        Column("limit", [each.limit for each in verdicts], left=True),
-        Column("found", [each.found or ABSENT for each in verdicts], left=True),
-        Column("", [each.status for each in verdicts], left=True),
+def _targets(verdicts: Sequence[Verdict]) -> Table:
+    columns = [
+        Column("target", lambda each: each.title, left=True),
+        Column("limit", lambda each: each.limit, left=True),
+        Column("found", lambda each: each.found or ABSENT, left=True),
+        Column("", lambda each: each.status, left=True),
     ]
+    return Table(columns, verdicts, "Targets")
 
 
 def _rate(rate: Rate) -> str:
@@ -214,12 +209,3 @@ def _rate(rate: Rate) -> str:
         return ABSENT
     low, high = rate.interval
     return f"{100 * rate.value:.0f} % ({rate.total}; {100 * low:.0f}-{100 * high:.0f})"
-
-
-def _percent(value: object) -> str:
-    return ABSENT if is_absent(value) else f"{100 * float(str(value)):.1f} %"
-
-
-def _table(columns: list[Column]) -> str:
-    rows = zip(*([markdown.text(cell) for cell in column.cells] for column in columns), strict=True)
-    return markdown.table_of([column.title for column in columns], rows, [column.left for column in columns])

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from bench.kernel_study.targets import REACHED, Verdict, all_reached
 from harness.environment import Environment
-from harness.report import markdown
-from harness.report.story import Column
-from harness.report.terminal import table_of
-from harness.text import ABSENT, count, first_line, interval, is_absent, milliseconds, plain, ratio
+from harness.report.markdown import environment_table
+from harness.report.table import Column, Table, escaped
+from harness.report.terminal import say
+from harness.text import ABSENT, count, first_line, interval, is_absent, milliseconds, number, plain, ratio
 
 if TYPE_CHECKING:
     from bench.kernel_study.run import Study
@@ -37,40 +37,32 @@ LEGEND = (
 
 
 def print_study(study: "Study", console: Console, *, folder: Path) -> None:
-    for name, rows in _by_study(study.frame, required=True):
-        console.print(table_of(_measurements(rows, name), title=TITLES[name]))
-        console.print()
     fitted = study.growth[study.growth["required"].astype(bool)]
-    if len(fitted):
-        console.print(table_of(_growth(fitted), title="Growth"))
+    for table in (*_measurements(study.frame, required=True), *([_growth(fitted)] if len(fitted) else [])):
+        console.print(table)
         console.print()
-    for line in LEGEND:
-        console.print(Text(line, "dim"), highlight=False)
+    say(console, *LEGEND, style="dim")
     console.print()
-    console.print(table_of(_targets(study.verdicts), title="Targets"))
+    console.print(_targets(study.verdicts))
     console.print()
-    for line in left_out_lines(study.frame):
-        console.print(Text(line), highlight=False, soft_wrap=True)
+    say(console, *left_out_lines(study.frame), whole=True)
     style = "bold green" if all_reached(study.verdicts) else "bold red"
-    console.print(Text.assemble((headline(study), style), "  ", counts_line(study)), highlight=False)
-    console.print(Text(f"{folder}/  kernels.md kernels.csv targets.csv exponents.csv"), highlight=False, soft_wrap=True)
+    say(console, Text.assemble((headline(study), style), "  ", counts_line(study)))
+    say(console, f"{folder}/  kernels.md kernels.csv targets.csv exponents.csv", whole=True)
 
 
 def kernels_markdown(study: "Study", where: Environment, *, pictures: Sequence[str]) -> str:
-    parts = [
-        f"# kernels: {headline(study)}",
-        f"**{counts_line(study)}**",
-        "## Targets",
-        _table(_targets(study.verdicts)),
-    ]
+    targets = _targets(study.verdicts).markdown()
+    parts = [f"# kernels: {headline(study)}", f"**{counts_line(study)}**", "## Targets", targets]
     parts += [f"![{name}]({name})" for name in pictures]
-    for name, rows in _by_study(study.frame, required=False):
-        parts += [f"## {TITLES[name]}", _table(_measurements(rows, name))]
+    tables = _measurements(study.frame, required=False)
     if len(study.growth):
-        parts += ["## Growth", _table(_growth(study.growth[study.growth["exponent"].notna()]))]
+        tables.append(_growth(study.growth[study.growth["exponent"].notna()]))
+    for table in tables:
+        parts += [f"## {table.title}", table.markdown()]
     parts += ["<br>".join(LEGEND), "## Not run"]
-    parts += [f"- {markdown.text(line)}" for line in left_out_lines(study.frame)] or ["Nothing was left out."]
-    parts += ["## Environment", roofline_line(study), markdown.environment_table(where)]
+    parts += [f"- {escaped(line)}" for line in left_out_lines(study.frame)] or ["Nothing was left out."]
+    parts += ["## Environment", roofline_line(study), environment_table(where)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -105,91 +97,75 @@ def left_out_lines(frame: pd.DataFrame) -> list[str]:
     return lines
 
 
-def _by_study(frame: pd.DataFrame, *, required: bool) -> list[tuple[str, pd.DataFrame]]:
-    """Measured rows; on the terminal those of the targets' cells alone."""
-    shown = frame[frame["status"] == "measured"]
-    if required:
-        shown = shown[shown["required"].astype(bool)]
-    order = ["dtype", "heads", "kv_heads", "head_dim", "batch", "note", "causal", "queries", "keys"]
-    studies = ((name, shown[shown["study"] == name].sort_values(order, kind="stable")) for name in TITLES)
-    return [(name, rows) for name, rows in studies if len(rows)]
-
-
-def _measurements(rows: pd.DataFrame, study: str) -> list[Column]:
-    listed = rows.to_dict("records")
-    length = "L" if study in ("prefill", "mha") else "S"
-    main = MAIN_BASELINE[study]
-    columns = [
-        Column("H/kv", [f"{row['heads']}/{row['kv_heads']}" for row in listed]),
-        Column("D", [str(row["head_dim"]) for row in listed]),
-        Column("B", [str(row["batch"]) for row in listed]),
-        Column(length, [count(row["keys"]) for row in listed]),
-        Column("", [_remark(row) for row in listed], left=True),
-        Column("side", [plain(row["side"]) for row in listed], left=True),
-        Column("ms", [milliseconds(row["ms"]) for row in listed]),
-        Column(f"x {main}", [ratio(row[f"x_{main}"]) for row in listed]),
-        Column("interval", [interval(row[f"x_{main}_lo"], row[f"x_{main}_hi"]) for row in listed]),
-    ]
-    if study == "prefill":
-        columns.append(Column("x textbook", [ratio(row["x_textbook"]) for row in listed]))
-    return [
-        *columns,
-        Column("GFLOP/s", [_number(row["gflops"]) for row in listed]),
-        Column("% peak", [_percent(row["share_of_peak"]) for row in listed]),
-        Column("GB/s", [_number(row["gbytes_per_s"]) for row in listed]),
-        Column("% mem", [_percent(row["share_of_bandwidth"]) for row in listed]),
-        Column("extra MiB", [_mebibytes(row["peak_bytes"]) for row in listed]),
-    ]
-
-
-def _growth(growth: pd.DataFrame) -> list[Column]:
-    rows = growth.to_dict("records")
-    return [
-        Column("study", [plain(row["study"]) for row in rows], left=True),
-        Column("side", [plain(row["side"]) for row in rows], left=True),
-        Column("H/kv", [f"{row['heads']}/{row['kv_heads']}" for row in rows]),
-        Column("D", [str(row["head_dim"]) for row in rows]),
-        Column("B", [str(row["batch"]) for row in rows]),
-        Column("", [_remark(row) for row in rows], left=True),
-        Column("lengths", [f"{count(row['shortest'])}…{count(row['longest'])} ({row['lengths']})" for row in rows]),
-        Column("exponent", [ratio(row["exponent"]) for row in rows]),
-        Column("interval", [interval(row["lo"], row["hi"]) for row in rows]),
-    ]
-
-
-def _targets(verdicts: Sequence[Verdict]) -> list[Column]:
-    return [
-        Column("target", [verdict.target.title for verdict in verdicts], left=True),
-        Column("at most", [_limit(verdict.target.limit) for verdict in verdicts]),
-        Column("worst", [_limit(verdict.worst) for verdict in verdicts]),
-        Column("points", [str(verdict.points) for verdict in verdicts]),
-        Column("", [verdict.status for verdict in verdicts], left=True),
-        Column("where", [plain(verdict.where) or ABSENT for verdict in verdicts], left=True),
-    ]
-
-
 def _remark(row: Any) -> str:
     words = ["causal"] * bool(row["causal"]) + ([plain(row["note"])] if row["note"] else [])
     return " ".join([*words, *([] if row["dtype"] == "float32" else [row["dtype"]])])
 
 
-def _limit(value: float | None) -> str:
-    """Three digits: 0.0499 must not look like its limit of 0.05."""
-    return ABSENT if is_absent(value) else f"{value:.3g}"
+HEADS = [
+    Column("H/kv", lambda row: f"{row['heads']}/{row['kv_heads']}"),
+    Column("D", lambda row: row["head_dim"]),
+    Column("B", lambda row: row["batch"]),
+]
+SIDE = Column("side", lambda row: row["side"], left=True)
+REMARK = Column("", _remark, left=True)
 
 
-def _number(value: Any) -> str:
+def _measurements(frame: pd.DataFrame, *, required: bool) -> list[Table]:
+    """Of each study the measured rows; on the terminal those of the targets' cells alone."""
+    shown = frame[frame["status"] == "measured"]
+    if required:
+        shown = shown[shown["required"].astype(bool)]
+    order = ["dtype", "heads", "kv_heads", "head_dim", "batch", "note", "causal", "queries", "keys"]
+    studies = ((name, shown[shown["study"] == name].sort_values(order, kind="stable")) for name in TITLES)
+    return [Table(_columns(name), rows.to_dict("records"), TITLES[name]) for name, rows in studies if len(rows)]
+
+
+def _columns(study: str) -> list[Column]:
+    main = MAIN_BASELINE[study]
+    textbook = Column("x textbook", lambda row: ratio(row["x_textbook"]))
+    return [
+        *HEADS,
+        Column("L" if study in ("prefill", "mha") else "S", lambda row: count(row["keys"])),
+        REMARK,
+        SIDE,
+        Column("ms", lambda row: milliseconds(row["ms"])),
+        Column(f"x {main}", lambda row: ratio(row[f"x_{main}"])),
+        Column("interval", lambda row: interval(row[f"x_{main}_lo"], row[f"x_{main}_hi"])),
+        *([textbook] if study == "prefill" else []),
+        Column("GFLOP/s", lambda row: _speed(row["gflops"])),
+        Column("% peak", lambda row: number(row["share_of_peak"], ".0f", scale=100)),
+        Column("GB/s", lambda row: _speed(row["gbytes_per_s"])),
+        Column("% mem", lambda row: number(row["share_of_bandwidth"], ".0f", scale=100)),
+        Column("extra MiB", lambda row: number(row["peak_bytes"], ",.1f", scale=2**-20)),
+    ]
+
+
+def _growth(growth: pd.DataFrame) -> Table:
+    columns = [
+        Column("study", lambda row: row["study"], left=True),
+        SIDE,
+        *HEADS,
+        REMARK,
+        Column("lengths", lambda row: f"{count(row['shortest'])}…{count(row['longest'])} ({row['lengths']})"),
+        Column("exponent", lambda row: ratio(row["exponent"])),
+        Column("interval", lambda row: interval(row["lo"], row["hi"])),
+    ]
+    return Table(columns, growth.to_dict("records"), "Growth")
+
+
+def _targets(verdicts: Sequence[Verdict]) -> Table:
+    """Limits with three digits: 0.0499 must not look like its limit of 0.05."""
+    columns = [
+        Column("target", lambda verdict: verdict.target.title, left=True),
+        Column("at most", lambda verdict: number(verdict.target.limit, ".3g")),
+        Column("worst", lambda verdict: number(verdict.worst, ".3g")),
+        Column("points", lambda verdict: verdict.points),
+        Column("", lambda verdict: verdict.status, left=True),
+        Column("where", lambda verdict: plain(verdict.where) or ABSENT, left=True),
+    ]
+    return Table(columns, verdicts, "Targets")
+
+
+def _speed(value: Any) -> str:
     return ABSENT if is_absent(value) else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
-
-
-def _percent(value: Any) -> str:
-    return ABSENT if is_absent(value) else f"{100 * value:.0f}"
-
-
-def _mebibytes(value: Any) -> str:
-    return ABSENT if is_absent(value) else f"{value / 2**20:,.1f}"
-
-
-def _table(columns: list[Column]) -> str:
-    rows = zip(*([markdown.text(cell) for cell in column.cells] for column in columns), strict=True)
-    return markdown.table_of([column.title for column in columns], rows, [column.left for column in columns])

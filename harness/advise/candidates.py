@@ -1,4 +1,7 @@
-"""The kinds of attention that a model could have: its own first, then MHA, GQA, MQA and MLA of the same width."""
+"""The sizes of real models, as published, and the kinds of attention that each could have.
+
+A model's own kind comes first, then MHA, GQA, MQA and MLA of the same width. Everything else about them is arithmetic.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +11,7 @@ from harness.errors import BadInput
 from harness.registry import Registry
 from harness.variants.specs import VARIANTS, Impossible
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The sizes of real models, as published. Everything else about them is arithmetic.
+GROUPS = (8, 4)  # key/value heads of the GQA candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,6 @@ for _model in (
     MODELS.add(_model.name, _model)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-GROUPS = (8, 4)  # key/value heads of the GQA candidates
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """`case` is one token of one layer; `kv_heads` counts the key/value heads that queries tell apart."""
@@ -92,17 +88,11 @@ class Candidate:
 
 def candidates(model: Model, dtype: str) -> list[Candidate]:
     """GQA with as many key/value heads as the model has, or that do not divide its heads, is left out."""
-    found = [_own(model, dtype)] if model.existing else []
-    taken = {candidate.label for candidate in found}
-    wanted = [("mha", None), *(("gqa", n) for n in GROUPS if n < model.heads and not model.heads % n), ("mqa", None)]
-    for variant, kv_heads in wanted:
-        label = variant if kv_heads is None else f"gqa-{kv_heads}"
-        if label not in taken:
-            found.append(_grouped(model, label, variant, kv_heads, dtype))
-            taken.add(label)
-    if not (model.existing and model.is_latent):
-        found.append(_latent(model, dtype))
-    return found
+    own = [_own(model, dtype)] if model.existing else []
+    groups = [f"gqa-{number}" for number in GROUPS if number < model.heads and not model.heads % number]
+    labels = [label for label in ("mha", *groups, "mqa") if label not in [one.label for one in own]]
+    latent = [] if model.existing and model.is_latent else [_latent(model, dtype)]
+    return [*own, *(_grouped(model, label, dtype) for label in labels), *latent]
 
 
 def own_attention_params(model: Model) -> int:
@@ -113,18 +103,14 @@ def own_attention_params(model: Model) -> int:
 def _own(model: Model, dtype: str) -> Candidate:
     if model.is_latent:
         return _latent(model, dtype, own=True)
-    kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
-    if kv_heads == model.heads:
-        return _grouped(model, "mha", "mha", None, dtype, own=True)
-    if kv_heads == 1:
-        return _grouped(model, "mqa", "mqa", None, dtype, own=True)
-    return _grouped(model, f"gqa-{kv_heads}", "gqa", kv_heads, dtype, own=True)
+    names = {1: "mqa", model.heads: "mha", None: "mha"}  # one head of its own is MHA
+    return _grouped(model, names.get(model.kv_heads, f"gqa-{model.kv_heads}"), dtype, own=True)
 
 
-def _grouped(
-    model: Model, label: str, variant: str, kv_heads: int | None, dtype: str, *, own: bool = False
-) -> Candidate:
-    case = _case(model, variant, dtype, kv_heads=kv_heads, head_dim=model.head_dim)
+def _grouped(model: Model, label: str, dtype: str, *, own: bool = False) -> Candidate:
+    """`label` is mha, mqa, or gqa and its key/value heads."""
+    variant, _, kv_heads = label.partition("-")
+    case = _case(model, variant, dtype, kv_heads=int(kv_heads) if kv_heads else None, head_dim=model.head_dim)
     assert case.kv_heads is not None
     return Candidate(label, case, case.kv_heads, own, 2 * model.head_dim if model.qk_norm else 0)
 

@@ -4,30 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness.advise.candidates import Candidate, candidates
-from harness.advise.memory import Demand, Footprint, footprint
+from harness.advise.memory import Footprint, Requirement, footprint
 from harness.advise.roofline import Roofline
 from harness.advise.work import DecodeStep, Figure, decode_step
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How long a decode step of one layer takes here: the roofline of this machine over the parts of the step.
-
-
-def predict(candidate: Candidate, demand: Demand, roofline: Roofline) -> Figure:
-    """Seconds for one new token of each sequence."""
-    return roofline.seconds(step_of(candidate, demand))
-
-
-def step_of(candidate: Candidate, demand: Demand) -> DecodeStep:
-    """Each layer finds the processor's cache full of the others' data."""
-    keys = demand.kept(demand.context)
-    return decode_step(candidate, batch=demand.batch, keys=keys, layers=demand.model.layers)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Alternative:
     """`step` is a decode step of one layer here; None where the machine was not measured."""
 
     candidate: Candidate
@@ -43,35 +26,45 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    demand: Demand
-    options: tuple[Option, ...]
-    chosen: Option | None  # None: nothing fits
+    demand: Requirement
+    options: tuple[Alternative, ...]
+    chosen: Alternative | None  # None: nothing fits
 
 
-def advise(demand: Demand, roofline: Roofline | None = None) -> Advice:
+def advise(demand: Requirement, roofline: Roofline | None = None) -> Advice:
     """On the front is what nothing else beats on every cost. Chosen is the model's own variant if it fits and is on the
     front; else, of what fits, the one with most key/value heads, what is faster beyond the error, the smallest."""
     options = [
-        Option(one, footprint(one, demand), None if roofline is None else predict(one, demand, roofline))
+        Alternative(one, footprint(one, demand), None if roofline is None else predict(one, demand, roofline))
         for one in candidates(demand.model, demand.dtype)
     ]
     marked = tuple(replace(one, pareto=not any(dominates(other, one) for other in options)) for one in options)
     return Advice(demand, marked, _choose(marked))
 
 
-def dominates(one: Option, other: Option) -> bool:
+def predict(candidate: Candidate, demand: Requirement, roofline: Roofline) -> Figure:
+    """Seconds that a decode step of one layer takes here, for one new token of each sequence."""
+    return roofline.seconds(step_of(candidate, demand))
+
+
+def step_of(candidate: Candidate, demand: Requirement) -> DecodeStep:
+    """Each layer finds the processor's cache full of the others' data."""
+    return decode_step(candidate, batch=demand.batch, keys=demand.kept(demand.context), layers=demand.model.layers)
+
+
+def dominates(one: Alternative, other: Alternative) -> bool:
     """Nowhere worse, and somewhere better; times within each other's error are neither."""
     pairs = list(zip(one.costs, other.costs, strict=True))
     nowhere_worse = all(a <= b for a, b in pairs) and not faster(other, one)
     return nowhere_worse and (any(a < b for a, b in pairs) or faster(one, other))
 
 
-def faster(one: Option, other: Option) -> bool:
+def faster(one: Alternative, other: Alternative) -> bool:
     """Beyond the error: the two intervals share no number."""
     return one.step is not None and other.step is not None and one.step.hi < other.step.lo
 
 
-def _choose(options: Sequence[Option]) -> Option | None:
+def _choose(options: Sequence[Alternative]) -> Alternative | None:
     fitting = [one for one in options if one.footprint.fits]
     own = next((one for one in fitting if one.candidate.own), None)
     # What has an own variant that fits leaves it only for one that is nowhere worse.

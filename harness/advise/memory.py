@@ -1,14 +1,13 @@
-"""What fits: bytes of the KV cache and of the weights against a budget. Exact integers throughout."""
+"""What fits: bytes of the KV cache and of the weights against a budget. Exact integers throughout.
+
+The first half reads amounts as people write them: 24GiB, 128k, 1M, 8e9.
+"""
 
 import re
 from dataclasses import dataclass
 
-from harness.advise.candidates import Candidate, Model, candidates
+from harness.advise.candidates import Candidate, Model, own_attention_params
 from harness.case import ITEM_BYTES
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Bytes, tokens and counts as people write them: 24GiB, 128k, 1M, 8e9.
-
 
 BYTES = {"": 1, "b": 1} | {
     f"{prefix}{kind}".lower(): base**power
@@ -29,9 +28,8 @@ def memory_size(text: str) -> int:
 
 
 def tokens(text: str) -> int:
-    return _scaled(
-        text, {"": 1, "k": 1024, "m": 1024**2}, "must be a positive number of tokens, as in 32768, 32k or 1M"
-    )
+    units = {"": 1, "k": 1024, "m": 1024**2}
+    return _scaled(text, units, "must be a positive number of tokens, as in 32768, 32k or 1M")
 
 
 def parameters(text: str) -> int:
@@ -54,11 +52,8 @@ def _scaled(text: str, units: dict[str, int], rule: str) -> int:
     return amount
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
-class Demand:
+class Requirement:
     """What is asked of a model."""
 
     model: Model
@@ -103,33 +98,26 @@ class Footprint:
         return None if self.weight_bytes is None else self.needed / self.memory
 
 
-def footprint(candidate: Candidate, demand: Demand) -> Footprint:
+def footprint(candidate: Candidate, demand: Requirement) -> Footprint:
     per_token = candidate.bytes_per_token_layer * demand.model.layers
     weights = weight_bytes(candidate, demand)
     free = max(0, demand.memory - (weights or 0))
     a_sequence = per_token * demand.kept(demand.context)
+    longest, window = free // (demand.batch * per_token), demand.model.window
     return Footprint(
         bytes_per_token=per_token,
         cache_bytes=demand.batch * a_sequence,
         weight_bytes=weights,
         memory=demand.memory,
-        largest_context=_largest_context(free // (demand.batch * per_token), demand),
+        largest_context=None if window is not None and longest >= window else longest,
         largest_batch=free // a_sequence,
     )
 
 
-def weight_bytes(candidate: Candidate, demand: Demand) -> int | None:
+def weight_bytes(candidate: Candidate, demand: Requirement) -> int | None:
     """Of the whole model with this attention in place of its own."""
     model = demand.model
     if model.params is None:
         return None
-    params = model.params
-    own = next((other for other in candidates(model, demand.dtype) if other.own), None)
-    if own is not None:
-        params += model.layers * (candidate.attention_params - own.attention_params)
-    return params * ITEM_BYTES[demand.dtype]
-
-
-def _largest_context(tokens: int, demand: Demand) -> int | None:
-    window = demand.model.window
-    return None if window is not None and tokens >= window else tokens
+    more = candidate.attention_params - own_attention_params(model) if model.existing else 0
+    return (model.params + model.layers * more) * ITEM_BYTES[demand.dtype]

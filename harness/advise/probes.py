@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.advise.work import Figure, Part, figure
+from harness.advise.work import Figure, StepPart, figure
 from harness.kernels.front import attention
 from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
@@ -29,7 +29,7 @@ Layer = GroupedQueryAttention | MultiHeadLatentAttention
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TimedCall:
     """Seconds of `call` right after `before`, less those of `empty`, times `scale`."""
 
     before: Call
@@ -38,7 +38,7 @@ class Probe:
     scale: float = 1.0
 
 
-def take(probes: Mapping[Name, Probe]) -> dict[Name, Figure]:
+def take(probes: Mapping[Name, TimedCall]) -> dict[Name, Figure]:
     """One sample of each in turn, again and again: a machine's speed drifts within seconds, and so for all alike."""
     calls: dict[Name, list[float]] = {name: [] for name in probes}
     empties: dict[Name, list[float]] = {name: [] for name in probes}
@@ -66,24 +66,24 @@ def _figure(calls: list[float], empties: list[float]) -> Figure:
     return figure([one - overhead for one in calls])
 
 
-def reading(size: int) -> Probe:
+def reading(size: int) -> TimedCall:
     """Seconds per byte of a product with one row, which does as good as nothing but read its matrix."""
     read = _reader(size)
-    return Probe(read, read, scale=1 / size)
+    return TimedCall(read, read, scale=1 / size)
 
 
-def probe_of(part: Part, span: int) -> Probe:
+def probe_of(part: StepPart, span: int) -> TimedCall:
     """Where just as much else was read since its own data was as makes `span` bytes together.
 
     So each sample begins with a call that is not timed: since the last sample other probes have had their turns.
     """
     if part.kind == "overhead":
         step, read = _idle_step(part.dtype, latent=part.latent), _reader(span)
-        return Probe(lambda: (step(), read()), step)
+        return TimedCall(lambda: (step(), read()), step)
     piece = cut(part)
     call, others, nothing = call_of(piece), _reader(span - piece.bytes), call_of(replace(piece, **SMALLEST))
     # Code that has left the processor's cache counts in the overhead of a step, so here it is fetched before.
-    return Probe(lambda: (call(), others(), nothing()), call, nothing, part.bytes / piece.bytes)
+    return TimedCall(lambda: (call(), others(), nothing()), call, nothing, part.bytes / piece.bytes)
 
 
 def _idle_step(dtype: str, *, latent: bool) -> Call:
@@ -97,7 +97,7 @@ def _idle_step(dtype: str, *, latent: bool) -> Call:
     return decode_step(layer, batch=1, keys=2)
 
 
-def cut(part: Part) -> Part:
+def cut(part: StepPart) -> StepPart:
     """The same with less data, if it has more than a probe has time for."""
     rows = part.batch if part.kind != "attention" else part.rows
     room = max(LEAST_BYTES, PIECE_BYTES * FEW_ROWS // max(rows, FEW_ROWS))
@@ -108,14 +108,14 @@ def cut(part: Part) -> Part:
     return _shrunk(_shrunk(_shrunk(part, "keys", room, least=LEAST_KEYS), "batch", room), "heads", room)
 
 
-def _shrunk(part: Part, axis: str, room: int, *, least: int = 1) -> Part:
+def _shrunk(part: StepPart, axis: str, room: int, *, least: int = 1) -> StepPart:
     count: int = getattr(part, axis)
     fitting = room * count // part.bytes
     fewer: dict[str, Any] = {axis: min(count, max(least, fitting))}
     return part if fitting >= count else replace(part, **fewer)
 
 
-def call_of(part: Part) -> Call:
+def call_of(part: StepPart) -> Call:
     """The product as a layer calls it, on data of its own."""
     B, H, N, V = part.batch, part.heads, part.width, part.value
 

@@ -3,6 +3,9 @@
 A decode step multiplies a few rows by much data, and the peak of a square matrix product says nothing about that. So
 the very products are measured, and each as the step finds it: after as much other data has been read as the step reads
 between two uses of the same byte. How much of its own the processor's cache still holds then is up to the processor.
+
+Meanwhile it is watched whether others are at work. A steady load slows every sample alike, so no spread of samples
+shows it; the processors' own clocks do.
 """
 
 import os
@@ -10,14 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.advise.work import DecodeStep, Figure, Part
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Whether others were at work while this machine was measured. A steady load slows every sample alike, so no spread of
-# samples shows it; the processors' own clocks do.
-
+from harness.advise.work import DecodeStep, Figure, StepPart
 
 OTHERS = 0.25  # cores that others keep busy: more than a desktop at rest
+MIB = 2**20
+MODEL_ERROR = 0.1  # of a sum of parts beside a whole step: five of six are closer (bench/advise_accuracy.py)
+CACHED, BEYOND = 4 * MIB, 96 * MIB  # below and above these the size of a working set makes no difference
 LOAD = 0.5  # of the last minute, where the clocks are hidden: as `harness doctor` warns
 
 
@@ -53,13 +54,8 @@ def read_clocks() -> Clocks:
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     idle = ("idle", "iowait", "guest", "guest_nice")  # guests are counted in user time already
-    busy = sum(
-        seconds
-        for number in usable
-        if number < len(cores)
-        for name, seconds in cores[number]._asdict().items()
-        if name not in idle
-    )
+    mine = [cores[number]._asdict() for number in usable if number < len(cores)]
+    busy = sum(seconds for core in mine for name, seconds in core.items() if name not in idle)
     own = os.times()
     return Clocks(time.perf_counter(), own.user + own.system, busy)
 
@@ -79,18 +75,10 @@ def watch(clocks: Callable[[], Clocks] = read_clocks) -> Callable[[], Disturbanc
     return finish
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-MIB = 2**20
-MODEL_ERROR = 0.1  # of a sum of parts beside a whole step: five of six are closer (bench/advise_accuracy.py)
-CACHED, BEYOND = 4 * MIB, 96 * MIB  # below and above these the size of a working set makes no difference
-
-
 @dataclass(frozen=True, slots=True)
 class Roofline:
     reading: dict[int, Figure]  # seconds per byte, of CACHED and of BEYOND bytes read over and over
-    parts: dict[tuple[Part, int], Figure]  # seconds within a working set, without what a call costs in itself
+    parts: dict[tuple[StepPart, int], Figure]  # seconds within a working set, without what a call costs in itself
     threads: int
     disturbance: Disturbance | None = None  # None: not watched
 
@@ -109,7 +97,7 @@ def measure(steps: Sequence[DecodeStep], *, told: Callable[[str], None] = lambda
 
     from harness.advise.probes import probe_of, reading, take
 
-    parts: dict[tuple[Part, int], Figure] = {}
+    parts: dict[tuple[StepPart, int], Figure] = {}
     finish = watch()
     with torch.inference_mode():
         told("measuring this machine: reading")

@@ -40,7 +40,7 @@ def figure(seconds: Sequence[float]) -> Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """A few rows times much data, or the code around it.
 
     overhead    a whole step that has next to nothing to do
@@ -79,7 +79,7 @@ class Part:
 class DecodeStep:
     """`working_set`: all bytes that are read between two uses of the same one."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     working_set: int
 
 
@@ -87,22 +87,19 @@ def decode_step(candidate: Candidate, *, batch: int, keys: int, layers: int = 1)
     """`batch` sequences, one new token each, over `keys` cached tokens; each of the layers has data of its own."""
     case = replace(candidate.case, batch=batch, seq_len=keys)
     parts = _latent(case) if case.kv_lora_rank is not None else _grouped(case)
-    overhead = Part("overhead", 1, 1, 1, case.dtype, latent=case.kv_lora_rank is not None)
+    overhead = StepPart("overhead", 1, 1, 1, case.dtype, latent=case.kv_lora_rank is not None)
     return DecodeStep((overhead, *parts), layers * sum(part.bytes for part in parts))
 
 
-def _grouped(case: Case) -> tuple[Part, ...]:
-    E, H, D = case.embed_dim, case.heads, case.head_dim
-    H_kv = case.kv_heads
+def _grouped(case: Case) -> tuple[StepPart, ...]:
+    E, H, H_kv, D = case.embed_dim, case.heads, case.kv_heads, case.head_dim
     assert H_kv is not None
-    cached = Part(
-        "attention", case.batch, D, D, case.dtype, heads=H_kv, rows=H // H_kv, keys=case.kv_len
-    )  # fmt: skip
+    cached = StepPart("attention", case.batch, D, D, case.dtype, heads=H_kv, rows=H // H_kv, keys=case.kv_len)
     to_keys = _linear(case, E, H_kv * D)
     return (_linear(case, E, H * D), to_keys, to_keys, cached, _linear(case, H * D, E))
 
 
-def _latent(case: Case) -> tuple[Part, ...]:
+def _latent(case: Case) -> tuple[StepPart, ...]:
     B, E, H, N = case.batch, case.embed_dim, case.heads, case.head_dim
     r, R, V, rank = case.kv_lora_rank, case.rope_head_dim, case.v_head_dim, case.q_lora_rank
     assert r is not None and R is not None and V is not None
@@ -111,12 +108,12 @@ def _latent(case: Case) -> tuple[Part, ...]:
     return (
         *(_linear(case, width, value) for width, value in to_queries),
         _linear(case, E, r + R),
-        Part("to_latent", B, N, r, case.dtype, heads=H),
-        Part("attention", B, r + R, r, case.dtype, rows=H, keys=case.kv_len, latent=True),
-        Part("from_latent", B, r, V, case.dtype, heads=H),
+        StepPart("to_latent", B, N, r, case.dtype, heads=H),
+        StepPart("attention", B, r + R, r, case.dtype, rows=H, keys=case.kv_len, latent=True),
+        StepPart("from_latent", B, r, V, case.dtype, heads=H),
         _linear(case, H * V, E),
     )
 
 
-def _linear(case: Case, width: int, value: int) -> Part:
-    return Part("linear", case.batch, width, value, case.dtype)
+def _linear(case: Case, width: int, value: int) -> StepPart:
+    return StepPart("linear", case.batch, width, value, case.dtype)

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from harness.record import DEGRADED_FACTOR as DEGRADED_FACTOR
+from harness.record import OK_FACTOR as OK_FACTOR
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-OK_FACTOR = 2.0  # of N, over the whole tensor
+# Over the whole tensor OK_FACTOR and DEGRADED_FACTOR hold, in N; for blocks twice that.
 BLOCK_FACTOR = 4.0  # of the block's own N: a block's maxima scatter more
-DEGRADED_FACTOR = 32.0  # of N; for blocks twice that, as BLOCK_FACTOR is twice OK_FACTOR
 MEAN_FACTOR = 1.5  # of mean|R - G|
 # The mean of n errors scatters by 0.76 / sqrt(n) of itself: below this size a factor of 1.5 is within chance. So it is
 # for gradients of any size: a weight's gradient is a sum over a few dominant tokens, and its errors go together.

@@ -12,7 +12,7 @@ from harness.text import terminal
 
 if TYPE_CHECKING:
     from harness.advise.candidates import Model
-    from harness.advise.memory import Demand
+    from harness.advise.memory import Requirement
     from harness.advise.roofline import Roofline
 
 HELP = "which kind of attention fits your memory, context and batch"
@@ -71,15 +71,15 @@ def execute(options: argparse.Namespace) -> int:
     return EQUAL if advice.chosen is not None else NOT_EQUAL
 
 
-def demand_of(options: argparse.Namespace) -> "Demand":
+def demand_of(options: argparse.Namespace) -> "Requirement":
     import psutil
 
-    from harness.advise.memory import Demand
+    from harness.advise.memory import Requirement
 
     memory = options.memory if options.memory is not None else psutil.virtual_memory().total
     model = _model(options)
     _check_params(model)
-    return Demand(model, options.context, options.batch, options.dtype, memory)
+    return Requirement(model, options.context, options.batch, options.dtype, memory)
 
 
 def _check_params(model: "Model") -> None:
@@ -121,7 +121,7 @@ def _model(options: argparse.Namespace) -> "Model":
     return Model(name="your model", existing="kv_heads" in given, **given)
 
 
-def _measured(demand: "Demand", *, quiet: bool) -> "Roofline":
+def _measured(demand: "Requirement", *, quiet: bool) -> "Roofline":
     from rich.console import Console
 
     from harness.advise.candidates import candidates

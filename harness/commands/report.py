@@ -10,7 +10,7 @@ from harness.errors import EQUAL, BadInput
 from harness.text import terminal
 
 if TYPE_CHECKING:
-    from harness.report.page import Run
+    from harness.report.page import StoredRun
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _default_formats() -> list[str]:
     return ["html"]
 
 
-def _runs(options: argparse.Namespace) -> "list[Run]":
+def _runs(options: argparse.Namespace) -> "list[StoredRun]":
     from harness.report.page import read_run
     from harness.store.reading import labels
 
@@ -109,7 +109,7 @@ def _target(options: argparse.Namespace, formats: Sequence[str], wanted: str) ->
     return Path(options.out) / name
 
 
-def _write(wanted: str, runs: "Sequence[Run]", path: Path) -> Path:
+def _write(wanted: str, runs: "Sequence[StoredRun]", path: Path) -> Path:
     from harness import store
     from harness.report.markdown import summary_markdown
 

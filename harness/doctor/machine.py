@@ -1,4 +1,8 @@
-"""Processor, clock, load, memory and disk."""
+"""Processor, clock, load, memory and disk.
+
+The first half reads small text files of /proc and /sys. What cannot be read is absent: containers and other systems
+hide much of it.
+"""
 
 import os
 import re
@@ -7,10 +11,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from harness.doctor.finding import Finding
+from harness.doctor import Diagnosis, bad, ok, warn
+from harness.text import percent
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Small text files of /proc and /sys. What cannot be read is absent: containers and other systems hide much of it.
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "asimd", "sve", "bf16")
+GIB = 2**30
+HIDDEN = "not visible here"
 
 
 def read(path: Path) -> str | None:
@@ -76,15 +82,7 @@ def steal_and_total(stat: str) -> tuple[int, int] | None:
     return ticks[7], sum(ticks)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "asimd", "sve", "bf16")
-GIB = 2**30
-HIDDEN = "not visible here"
-
-
-def processor(cpuinfo: str, capability: str) -> Finding:
+def processor(cpuinfo: str, capability: str) -> Diagnosis:
     """`capability` is the instruction set that torch chose: AVX512, AVX2, DEFAULT, ..."""
     model = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", cpuinfo, re.MULTILINE | re.IGNORECASE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
@@ -94,103 +92,99 @@ def processor(cpuinfo: str, capability: str) -> Finding:
     if has and not half:
         text += "; no bf16 instructions, so that half precision is timed as emulated"
     if capability in ("DEFAULT", "NO AVX") and "avx2" in has:
-        return Finding("processor", "warn", text, "unset ATEN_CPU_CAPABILITY: torch does not use the AVX2 that is here")
+        return warn("processor", text, "unset ATEN_CPU_CAPABILITY: torch does not use the AVX2 that is here")
     if capability == "AVX2" and "avx512f" in has:
-        return Finding("processor", "warn", text, "unset ATEN_CPU_CAPABILITY, unless AVX2 is meant")
+        return warn("processor", text, "unset ATEN_CPU_CAPABILITY, unless AVX2 is meant")
     if capability in ("DEFAULT", "NO AVX") and "asimd" not in has:
-        return Finding(
-            "processor", "warn", text, "time on a machine with AVX2: speeds without it tell nothing of others"
-        )
-    return Finding("processor", "ok", text)
+        return warn("processor", text, "time on a machine with AVX2: speeds without it tell nothing of others")
+    return ok("processor", text)
 
 
-def cores(total: int, affinity: int, quota: float | None) -> Finding:
+def cores(total: int, affinity: int, quota: float | None) -> Diagnosis:
     limit = "no cgroup quota" if quota is None else f"cgroup quota {quota:g}"
     text = f"{total} in all, {affinity} by affinity, {limit}"
     if quota is not None and quota < 1:
-        return Finding("cores", "bad", text, "raise the cgroup's cpu quota: below one core every call is cut in pieces")
+        return bad("cores", text, "raise the cgroup's cpu quota: below one core every call is cut in pieces")
     if quota is not None and quota < affinity:
         todo = f"pin to {int(quota)} cores (taskset) or raise the quota: beyond it all threads stop at once"
-        return Finding("cores", "warn", text, todo)
-    return Finding("cores", "ok", text)
+        return warn("cores", text, todo)
+    return ok("cores", text)
 
 
-def governor(root: Path) -> Finding:
+def governor(root: Path) -> Diagnosis:
     files = sorted(root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor"))
     kinds = sorted({text for file in files if (text := read(file))})
     if not kinds:
-        return Finding("governor", "ok", HIDDEN)
+        return ok("governor", HIDDEN)
     if kinds == ["performance"]:
-        return Finding("governor", "ok", "performance")
-    return Finding(
-        "governor", "warn", ", ".join(kinds), "cpupower frequency-set -g performance: the clock moves with load"
-    )
+        return ok("governor", "performance")
+    return warn("governor", ", ".join(kinds), "cpupower frequency-set -g performance: the clock moves with load")
 
 
-def turbo(root: Path) -> Finding:
+def turbo(root: Path) -> Diagnosis:
     cpu = root / "sys/devices/system/cpu"
     # Intel's file says when it is off, the others' when it is on.
     off, on = read(cpu / "intel_pstate/no_turbo"), read(cpu / "cpufreq/boost")
     if off is None and on is None:
-        return Finding("turbo", "ok", HIDDEN)
+        return ok("turbo", HIDDEN)
     if off == "0" or (off is None and on == "1"):
         file = "/sys/devices/system/cpu/" + ("cpufreq/boost" if off is None else "intel_pstate/no_turbo")
         todo = f"echo {0 if off is None else 1} > {file}: the clock falls as the machine warms up"
-        return Finding("turbo", "warn", "on", todo)
-    return Finding("turbo", "ok", "off")
+        return warn("turbo", "on", todo)
+    return ok("turbo", "off")
 
 
-def steal(before: str | None, after: str | None) -> Finding:
+def steal(before: str | None, after: str | None) -> Diagnosis:
     """Two readings of /proc/stat, taken around work: a processor can only be stolen from one who wants it."""
     first, last = (steal_and_total(stat or "") for stat in (before, after))
     if first is None or last is None or last[1] <= first[1]:
-        return Finding("steal time", "ok", HIDDEN)
+        return ok("steal time", HIDDEN)
     share = (last[0] - first[0]) / (last[1] - first[1])
-    text = f"{100 * share:.1f} % of the time while measuring"
+    text = f"{percent(share, 1)} of the time while measuring"
     if share > 0.05:
-        return Finding("steal time", "bad", text, "use a machine of its own: the host gives this one's cores to others")
+        return bad("steal time", text, "use a machine of its own: the host gives this one's cores to others")
     if share > 0.005:
-        return Finding("steal time", "warn", text, "expect wider intervals, or use a machine of its own")
-    return Finding("steal time", "ok", text)
+        return warn("steal time", text, "expect wider intervals, or use a machine of its own")
+    return ok("steal time", text)
 
 
-def load(average: float | None, usable: int) -> Finding:
+def load(average: float | None, usable: int) -> Diagnosis:
     """The minute before the examination; its own work is not in it."""
     if average is None:
-        return Finding("load", "ok", HIDDEN)
+        return ok("load", HIDDEN)
     text = f"{average:.2f} over the last minute, for {usable} cores"
     if average >= usable:
-        return Finding("load", "bad", text, "stop what else is running (top shows it): calls wait for a core")
+        return bad("load", text, "stop what else is running (top shows it): calls wait for a core")
     if average >= 0.5:
-        return Finding("load", "warn", text, "stop what else is running, or wait for it")
-    return Finding("load", "ok", text)
+        return warn("load", text, "stop what else is running, or wait for it")
+    return ok("load", text)
 
 
-def memory(available: int, total: int, swap_used: int, limit: int | None) -> Finding:
+def memory(available: int, total: int, swap_used: int, limit: int | None) -> Diagnosis:
     text = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available, {swap_used / GIB:.1f} GiB swapped out"
     text += ", no cgroup limit" if limit is None else f", cgroup limit {limit / GIB:.1f} GiB"
     least = min(available, limit if limit is not None else available)
     if least < GIB // 2:
-        return Finding("memory", "bad", text, "free some or raise the limit: torch alone needs half a GiB")
+        return bad("memory", text, "free some or raise the limit: torch alone needs half a GiB")
     if least < 2 * GIB:
-        return Finding("memory", "warn", text, "free some or raise the limit: long sequences will end as oom")
+        return warn("memory", text, "free some or raise the limit: long sequences will end as oom")
     if swap_used > GIB // 4:
-        return Finding("memory", "warn", text, "swapoff -a && swapon -a: pages that come back from disk are timed too")
-    return Finding("memory", "ok", text)
+        return warn("memory", text, "swapoff -a && swapon -a: pages that come back from disk are timed too")
+    return ok("memory", text)
 
 
-def disk(folder: Path, free: int) -> Finding:
+def disk(folder: Path, free: int) -> Diagnosis:
     text = f"{free / GIB:.1f} GiB free for {folder}"
     if free < 2**20:
-        return Finding("disk", "bad", text, "make room: not even one record fits", prevents_runs=True)
+        return bad("disk", text, "make room: not even one record fits", prevents_runs=True)
     if free < GIB:
-        return Finding("disk", "warn", text, "make room: a nightly run writes hundreds of MB")
-    return Finding("disk", "ok", text)
+        return warn("disk", text, "make room: a nightly run writes hundreds of MB")
+    return ok("disk", text)
 
 
 def results_folder(
     folder: Path, *, fsync: Callable[[int], None] = os.fsync, clock: Callable[[], float] = time.perf_counter
-) -> Finding:
+) -> Diagnosis:
     """Writes and syncs one record's worth there, as every finished case does; leaves nothing behind."""
     place = nearest(folder)
     try:
@@ -203,11 +197,11 @@ def results_folder(
     except OSError as error:
         reason = error.strerror or str(error)
         todo = "make it writable, or run from another folder: every finished case is written and synced there"
-        return Finding("results", "bad", f"{place}: {reason}", todo, prevents_runs=True)
+        return bad("results", f"{place}: {reason}", todo, prevents_runs=True)
     text = f"{folder} can be written; a sync takes {1e3 * seconds:.1f} ms"
     if seconds > 0.1:
-        return Finding("results", "warn", text, "put results on a local disk: every finished case waits for a sync")
-    return Finding("results", "ok", text)
+        return warn("results", text, "put results on a local disk: every finished case waits for a sync")
+    return ok("results", text)
 
 
 def nearest(folder: Path) -> Path:

@@ -34,7 +34,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseStudy:
     trials: tuple[Trial, ...]
 
     @property
@@ -82,14 +82,14 @@ def study(
     seconds: float,
     timing: Timing | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Noise:
+) -> NoiseStudy:
     """Rounds over all sizes until the time is up, but never fewer than MIN_ROUNDS."""
     timing = timing or Timing()  # as a run without `timing` in its config
     deadline, trials, number = clock() + seconds, list[Trial](), 0
     while number < MIN_ROUNDS or clock() < deadline:
         trials += [_trial(size, call, timing, seed=number) for size, call in calls]
         number += 1
-    return Noise(tuple(trials))
+    return NoiseStudy(tuple(trials))
 
 
 def _trial(size: str, call: Call, timing: Timing, *, seed: int) -> Trial:

@@ -2,28 +2,26 @@
 
 from collections.abc import Callable, Mapping
 
-from harness.doctor.finding import Finding
+from harness.doctor import Diagnosis, bad, ok, warn
 
 PACKAGES = ("torch", "numpy", "pandas", "transformers", "diffusers", "ray")
 NEEDED = ("torch", "numpy", "pandas")
 
 
-def versions(python: str, version: Callable[[str], str | None]) -> Finding:
+def versions(python: str, version: Callable[[str], str | None]) -> Diagnosis:
     found = {name: version(name) for name in PACKAGES}
     text = ", ".join([f"python {python}", *(f"{name} {v}" for name, v in found.items() if v is not None)])
     missing = [name for name in NEEDED if found[name] is None]
     if missing:
         todo = f"install {' and '.join(missing)} (`make setup`)"
-        return Finding("versions", "bad", f"{text}; without {', '.join(missing)}", todo, prevents_runs=True)
-    return Finding("versions", "ok", text)
+        return bad("versions", f"{text}; without {', '.join(missing)}", todo, prevents_runs=True)
+    return ok("versions", text)
 
 
-def torch_build(config: str | None, error: str = "") -> Finding:
+def torch_build(config: str | None, error: str = "") -> Diagnosis:
     """`config` is what torch.__config__.show() says; None if torch could not be imported, and why."""
     if config is None:
-        return Finding(
-            "torch", "bad", f"cannot be imported: {error}", "reinstall it (`make setup`)", prevents_runs=True
-        )
+        return bad("torch", f"cannot be imported: {error}", "reinstall it (`make setup`)", prevents_runs=True)
     features = {
         "MKL": "USE_MKL=ON" in config or "Math Kernel Library" in config,
         "oneDNN": "USE_MKLDNN=ON" in config or "MKL-DNN" in config,
@@ -31,32 +29,30 @@ def torch_build(config: str | None, error: str = "") -> Finding:
     }
     has = ", ".join(name for name, there in features.items() if there) or "none of MKL, oneDNN, OpenMP"
     if not features["OpenMP"]:
-        return Finding("torch", "warn", f"built with {has}", "use a build with OpenMP: this one runs on one core")
+        return warn("torch", f"built with {has}", "use a build with OpenMP: this one runs on one core")
     if not (features["MKL"] or features["oneDNN"]):
-        return Finding("torch", "warn", f"built with {has}", "use a build with MKL or oneDNN: its products are faster")
-    return Finding("torch", "ok", f"built with {has}")
+        return warn("torch", f"built with {has}", "use a build with MKL or oneDNN: its products are faster")
+    return ok("torch", f"built with {has}")
 
 
-def tree(commit: str | None, dirty: bool | None) -> Finding:
+def tree(commit: str | None, dirty: bool | None) -> Diagnosis:
     if commit is None:
-        return Finding(
-            "git", "warn", "no commit here", "run inside a git tree: a result without a commit cannot be repeated"
-        )
+        return warn("git", "no commit here", "run inside a git tree: a result without a commit cannot be repeated")
     if dirty:
-        return Finding("git", "warn", f"{commit[:12]} with changes", "commit first: a result should name what was run")
-    return Finding("git", "ok", f"{commit[:12]}, clean")
+        return warn("git", f"{commit[:12]} with changes", "commit first: a result should name what was run")
+    return ok("git", f"{commit[:12]}, clean")
 
 
-def threads(number: int, usable: int, environment: Mapping[str, str]) -> Finding:
+def threads(number: int, usable: int, environment: Mapping[str, str]) -> Diagnosis:
     """`usable` cores: what affinity and quota leave."""
     names = sorted(name for name in environment if name.startswith(("OMP_", "MKL_", "GOMP_", "KMP_")))
     shown = "".join(f", {name}={environment[name]}" for name in names)
     text = f"{number} of torch for {usable} usable cores{shown}"
     if number > usable:
-        return Finding("threads", "bad", text, f"set OMP_NUM_THREADS={usable}: threads that wait for a core make noise")
+        return bad("threads", text, f"set OMP_NUM_THREADS={usable}: threads that wait for a core make noise")
     dynamic = [name for name in ("OMP_DYNAMIC", "MKL_DYNAMIC") if environment.get(name, "").lower() in ("true", "1")]
     if dynamic:
-        return Finding("threads", "warn", text, f"unset {dynamic[0]}: the number of threads may change within a run")
+        return warn("threads", text, f"unset {dynamic[0]}: the number of threads may change within a run")
     if number < usable:
-        return Finding("threads", "warn", text, f"set OMP_NUM_THREADS={usable}, unless fewer are meant")
-    return Finding("threads", "ok", text)
+        return warn("threads", text, f"set OMP_NUM_THREADS={usable}, unless fewer are meant")
+    return ok("threads", text)

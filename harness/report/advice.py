@@ -1,15 +1,14 @@
 """What `harness advise` shows: one row a variant, and the choice in one sentence."""
 
 from rich.console import Console
-from rich.text import Text
 
-from harness.advise.choose import Advice, Option, faster
-from harness.advise.memory import Demand
+from harness.advise.choose import Advice, Alternative, faster
+from harness.advise.memory import Requirement
 from harness.advise.roofline import BEYOND, CACHED, Roofline
-from harness.advise.work import Figure, Part
-from harness.report.story import Column
-from harness.report.terminal import fits, table_of
-from harness.text import ABSENT, count, milliseconds, plain, plural
+from harness.advise.work import Figure, StepPart
+from harness.report.table import Column, Table
+from harness.report.terminal import say
+from harness.text import ABSENT, count, milliseconds, percent, plain, plural
 
 LEGEND = (
     "own: what the model has. params: of the attention of one layer. cache: KV cache at this context and batch, of it "
@@ -33,28 +32,24 @@ STEP = (
 
 
 def print_advice(advice: Advice, console: Console, *, roofline: Roofline | None, measurements: bool = False) -> None:
-    demand = advice.demand
-    console.print(Text(_title(demand), "bold"), highlight=False)
+    say(console, _title(advice.demand), style="bold")
     console.print()
-    own, weight, room = _names(advice), _weight(advice), _room(advice)
-    table = table_of([*own, *weight, *room])
-    if fits(table, console):
-        console.print(table)
+    room = _room(advice)
+    whole = Table([*NAME, *WEIGHT, *room], advice.options)
+    if whole.fits(console):
+        console.print(whole)
     else:
-        console.print(table_of([*own, *weight], title="What does it weigh?"))
+        console.print(Table([*NAME, *WEIGHT], advice.options, "What does it weigh?"))
         console.print()
-        console.print(table_of([*own, *room], title="What fits, and how fast is it?"))
+        console.print(Table([*NAME, *room], advice.options, "What fits, and how fast is it?"))
     console.print()
-    for line in LEGEND if roofline is None else (*LEGEND, STEP):
-        console.print(Text(line, "dim"), highlight=False)
-    for line in warnings(advice, roofline):
-        console.print(Text(line, "yellow"), highlight=False)
+    say(console, *LEGEND, *([] if roofline is None else [STEP]), style="dim")
+    say(console, *warnings(advice, roofline), style="yellow")
     if roofline is not None and measurements:
         console.print()
         _print_measurements(roofline, console)
     console.print()
-    style = "bold green" if advice.chosen is not None else "bold red"
-    console.print(Text(sentence(advice), style), highlight=False)
+    say(console, sentence(advice), style="bold green" if advice.chosen is not None else "bold red")
 
 
 def warnings(advice: Advice, roofline: Roofline | None) -> list[str]:
@@ -94,13 +89,13 @@ def sentence(advice: Advice) -> str:
     return f"Choose {label} for {asked} ({words}): {reason}."
 
 
-def _heads(option: Option) -> str:
+def _heads(option: Alternative) -> str:
     heads = option.candidate.kv_heads
     latent = " from one latent" if option.candidate.case.kv_lora_rank is not None else ""
     return f"{heads} key/value {'head' if heads == 1 else 'heads'}{latent}"
 
 
-def _title(demand: Demand) -> str:
+def _title(demand: Requirement) -> str:
     model = demand.model
     sizes = f"E {model.embed_dim}, {plural(model.layers, 'layer', 'layers')}, {model.heads} heads of {model.head_dim}"
     window = "" if model.window is None else f", window {model.window:,}"
@@ -108,75 +103,72 @@ def _title(demand: Demand) -> str:
     return f"{plain(model.name)} ({sizes}{window}): {asked}"
 
 
-def _names(advice: Advice) -> list[Column]:
-    def name(option: Option) -> str:
-        return f"{option.candidate.label}{' own' if option.candidate.own else ''}"
-
-    return [
-        Column("", ["*" if option.pareto else "" for option in advice.options], left=True),
-        Column("variant", [name(option) for option in advice.options], left=True),
-    ]
-
-
-def _weight(advice: Advice) -> list[Column]:
-    options = advice.options
-    return [
-        Column("kv", [str(option.candidate.kv_heads) for option in options]),
-        Column("params", [f"{option.candidate.attention_params:,}" for option in options]),
-        Column("B/token/layer", [f"{option.candidate.bytes_per_token_layer:,}" for option in options]),
-        Column("B/token", [f"{option.footprint.bytes_per_token:,}" for option in options]),
-        Column("cache", [size(option.footprint.cache_bytes) for option in options]),
-    ]
+NAME = [
+    Column("", lambda option: "*" if option.pareto else "", left=True),
+    Column("variant", lambda option: f"{option.candidate.label}{' own' if option.candidate.own else ''}", left=True),
+]
+WEIGHT = [
+    Column("kv", lambda option: option.candidate.kv_heads),
+    Column("params", lambda option: f"{option.candidate.attention_params:,}"),
+    Column("B/token/layer", lambda option: f"{option.candidate.bytes_per_token_layer:,}"),
+    Column("B/token", lambda option: f"{option.footprint.bytes_per_token:,}"),
+    Column("cache", lambda option: size(option.footprint.cache_bytes)),
+]
 
 
 def _room(advice: Advice) -> list[Column]:
-    prints = [option.footprint for option in advice.options]
-    known = prints[0].weight_bytes is not None
-    columns = [Column("of memory", [percent(one.cache_share) for one in prints])]
-    if known:
-        columns.append(Column("with weights", [percent(one.whole_share) for one in prints]))
-    columns += [
-        Column("longest", ["any" if one.largest_context is None else f"{one.largest_context:,}" for one in prints]),
-        Column("most", [f"{one.largest_batch:,}" for one in prints]),
+    def longest(option: Alternative) -> str:
+        context = option.footprint.largest_context
+        return "any" if context is None else f"{context:,}"
+
+    columns = [
+        Column("of memory", lambda option: share_of(option.footprint.cache_share)),
+        Column("with weights", lambda option: share_of(option.footprint.whole_share)),
+        Column("longest", longest),
+        Column("most", lambda option: f"{option.footprint.largest_batch:,}"),
+        Column("step", lambda option: ABSENT if option.step is None else step(option.step)),
     ]
-    steps = [option.step for option in advice.options]
-    if any(one is not None for one in steps):
-        columns.append(Column("step", [ABSENT if one is None else step(one) for one in steps]))
-    return columns
+    if advice.options[0].footprint.weight_bytes is None:
+        del columns[1]
+    return columns if any(option.step is not None for option in advice.options) else columns[:-1]
 
 
 def _print_measurements(roofline: Roofline, console: Console) -> None:
-    def speed(per_byte: Figure) -> str:
-        return f"{1e-9 / per_byte.value:.1f} ±{per_byte.error:.0%}"
-
-    rows = [(f"reading {place}", size(span), size(span), speed(roofline.reading[span]))
-            for place, span in (("in cache", CACHED), ("from memory", BEYOND))]  # fmt: skip
-    rows += [(part_name(part), size(part.bytes), size(span), speed(seconds.times(1 / part.bytes)))
-             for (part, span), seconds in roofline.parts.items() if part.bytes]  # fmt: skip
-    names = (plural(roofline.threads, "thread", "threads"), "bytes", "among", "GB/s")
-    cells = zip(names, zip(*rows, strict=True), strict=True)
-    console.print(table_of([Column(name, list(of), left=name == names[0]) for name, of in cells], title="Measured"))
+    """What was read, how many bytes, among how many, and how fast."""
+    rows = [
+        (f"reading {place}", span, span, roofline.reading[span])
+        for place, span in (("in cache", CACHED), ("from memory", BEYOND))
+    ]
+    rows += [
+        (part_name(part), part.bytes, span, seconds.times(1 / part.bytes))
+        for (part, span), seconds in roofline.parts.items()
+        if part.bytes
+    ]
+    columns = [
+        Column(plural(roofline.threads, "thread", "threads"), lambda row: row[0], left=True),
+        Column("bytes", lambda row: size(row[1])),
+        Column("among", lambda row: size(row[2])),
+        Column("GB/s", lambda row: f"{1e-9 / row[3].value:.1f} ±{row[3].error:.0%}"),
+    ]
+    console.print(Table(columns, rows, "Measured"))
     for (part, span), overhead in roofline.parts.items():
         if part.kind == "overhead":
             name = "an MLA" if part.latent else "a"
-            words = f"overhead of {name} step: {1e6 * overhead.value:.0f} µs, among {size(span)}"
-            console.print(words, highlight=False)
+            say(console, f"overhead of {name} step: {1e6 * overhead.value:.0f} µs, among {size(span)}")
 
 
-def part_name(part: Part) -> str:
+def part_name(part: StepPart) -> str:
     if part.kind == "attention":
         return f"attention, {plural(part.rows, 'query', 'queries')} x {part.batch * part.heads}"
     return f"{part.kind.replace('_', ' ')}, {plural(part.batch, 'row', 'rows')}"
 
 
 def step(seconds: Figure) -> str:
-    return f"{milliseconds(1e3 * seconds.value)} ms ±{seconds.error:.0%}".replace("%", " %")
+    return f"{milliseconds(1e3 * seconds.value)} ms ±{percent(seconds.error)}"
 
 
-def percent(share: float | None) -> str:
-    if share is None:
-        return ABSENT
-    return f"{share:.1%}".replace("%", " %") if share < 10 else f"{count(round(100 * share))} %"
+def share_of(share: float | None) -> str:
+    return percent(share, 1) if share is None or share < 10 else f"{count(round(100 * share))} %"
 
 
 def size(number: int) -> str:

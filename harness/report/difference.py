@@ -2,19 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.text import Text
 
 from harness.gate.difference import WEIGHTS, Difference, other_kernel
 from harness.gate.findings import METRICS, CellRow
 from harness.report import story
-from harness.report.page import Run
+from harness.report.page import StoredRun
 from harness.report.summary import judge
-from harness.report.terminal import print_entry
-from harness.text import ABSENT, interval, is_absent, plain, plural, ratio, small
+from harness.report.terminal import print_entry, say
+from harness.text import ABSENT, interval, number, plain, plural, ratio, small
 
 SHOWN = 20
 NOTE = (
@@ -22,23 +20,14 @@ NOTE = (
     "apart and not compared; a change of x ref is listed where the intervals share no number."
 )
 STYLES = {"worse": "red", "better": "green"}
-NUMBERS = (
-    "status",
-    "err_ratio",
-    "max_abs_err",
-    *METRICS,
-    *WEIGHTS,
-    "latency_ratio",
-    "latency_ratio_lo",
-    "latency_ratio_hi",
-)
+SPEED = ("latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
+NUMBERS = ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS, *SPEED)
 
 
 def print_differences(
-    runs: tuple[Run, Run], cells: Sequence[Difference], console: Console, *, everything: bool = False
+    runs: tuple[StoredRun, StoredRun], cells: Sequence[Difference], console: Console, *, everything: bool = False
 ) -> None:
-    for line in [*_runs(runs), *environment_lines(runs), counts_line(cells)]:
-        console.print(Text(line), highlight=False)
+    say(console, *_runs(runs), *environment_lines(runs), counts_line(cells))
     listed = [cell for cell in cells if cell.found or everything]
     shown = listed if everything else listed[:SHOWN]
     for cell in shown:
@@ -46,11 +35,11 @@ def print_differences(
         message = "\n".join(changes(cell)) or "no difference"
         print_entry(console, (mark, STYLES.get(mark, "yellow")), cell.case_id, message, width=8)
     if len(listed) > len(shown):
-        console.print(f"+{len(listed) - len(shown):,} more, see --all", highlight=False)
-    console.print(Text(NOTE, "dim"), highlight=False)
+        say(console, f"+{len(listed) - len(shown):,} more, see --all")
+    say(console, NOTE, style="dim")
 
 
-def markdown(runs: tuple[Run, Run], cells: Sequence[Difference], *, everything: bool = False) -> str:
+def markdown(runs: tuple[StoredRun, StoredRun], cells: Sequence[Difference], *, everything: bool = False) -> str:
     lines = [*(f"- {_escaped(line)}" for line in [*_runs(runs), *environment_lines(runs)]), ""]
     lines += [counts_line(cells), "", "| | cell | change |", "|---|---|---|"]
     for cell in cells:
@@ -93,17 +82,14 @@ def changes(cell: Difference) -> list[str]:
     if pair := cell.pair("status"):
         why = "" if cell.after["status"] == "ok" else f": {story.explain(cell.after)}"
         lines.append(f"status {pair[0]} -> {pair[1]}{why}")
-    for title, name, text in (("error/N", "err_ratio", ratio), ("max error", "max_abs_err", small)):
-        if pair := cell.pair(name):
-            factor = cell.error_factor if name == "err_ratio" else None
-            # From or to nothing or infinity there is no factor to tell.
-            known = factor is not None and 0 < factor < math.inf
-            lines.append(f"{title} {text(pair[0])} -> {text(pair[1])}" + (f" (x{ratio(factor)})" if known else ""))
+    if pair := cell.pair("err_ratio"):
+        lines.append(f"error/N {ratio(pair[0])} -> {ratio(pair[1])}{_factor(cell.error_factor)}")
+    if pair := cell.pair("max_abs_err"):
+        lines.append(f"max error {small(pair[0])} -> {small(pair[1])}")
     for name, (a, b) in cell.metrics.items():
-        factor = cell.metric_factor if name == "rel_l1" else None
-        known = factor is not None and 0 < factor < math.inf
-        lines.append(f"{name} {_digits(a)} -> {_digits(b)}" + (f" (x{ratio(factor)})" if known else ""))
-    lines += [f"{name} {_number(a)} -> {_number(b)}" for name, (a, b) in cell.weights.items()]
+        factor = _factor(cell.metric_factor if name == "rel_l1" else None)
+        lines.append(f"{name} {number(a, '.4g')} -> {number(b, '.4g')}{factor}")
+    lines += [f"{name} {number(a, ',')} -> {number(b, ',')}" for name, (a, b) in cell.weights.items()]
     if cell.speed_factor is not None:
         sides = " -> ".join(_speed(row) for row in (cell.before, cell.after))
         apart = ", intervals apart" if cell.speed_apart else ", within noise"
@@ -120,7 +106,7 @@ def counts_line(cells: Sequence[Difference]) -> str:
     return "; ".join([*parts, f"{other:,} otherwise changed"])
 
 
-def environment_lines(runs: tuple[Run, Run]) -> list[str]:
+def environment_lines(runs: tuple[StoredRun, StoredRun]) -> list[str]:
     a, b = (run.environment for run in runs)
     if a is None or b is None:
         lost = " and ".join(name for name, one in (("A", a), ("B", b)) if one is None)
@@ -128,37 +114,30 @@ def environment_lines(runs: tuple[Run, Run]) -> list[str]:
     found = a.differences(b)
     if not found:
         return ["same environment"]
-    return [f"{key}: {plain(_value(old))} -> {plain(_value(new))}" for key, (old, new) in found.items()]
+    shown = {key: [ABSENT if value is None else plain(value) for value in pair] for key, pair in found.items()}
+    return [f"{key}: {old} -> {new}" for key, (old, new) in shown.items()]
 
 
-def _runs(runs: tuple[Run, Run]) -> list[str]:
+def _runs(runs: tuple[StoredRun, StoredRun]) -> list[str]:
     """Both runs, and what they were told to differ in."""
     kernels = other_kernel(*(run.frame for run in runs))
-    matched = (
-        [] if kernels is None else [f"kernel: {plain(kernels[0])} -> {plain(kernels[1])}, cells matched without it"]
-    )
-    verdicts = [judge(run.frame) for run in runs]
-    return [
-        f"{name}  {plain(run.label)}: {story.headline(verdict)}, {story.counts_line(verdict)}"
-        + (f"; {verdict.missing:,} missing" if verdict.missing else "")
-        for name, run, verdict in zip("AB", runs, verdicts, strict=True)
-    ] + matched
+    lines = []
+    for name, run in zip("AB", runs, strict=True):
+        verdict = judge(run.frame)
+        missing = f"; {verdict.missing:,} missing" if verdict.missing else ""
+        lines.append(f"{name}  {plain(run.label)}: {story.headline(verdict)}, {story.counts_line(verdict)}{missing}")
+    if kernels is not None:
+        lines.append(f"kernel: {plain(kernels[0])} -> {plain(kernels[1])}, cells matched without it")
+    return lines
+
+
+def _factor(factor: float | None) -> str:
+    """From or to nothing or infinity there is no factor to tell."""
+    return f" (x{ratio(factor)})" if factor is not None and 0 < factor < math.inf else ""
 
 
 def _speed(row: CellRow) -> str:
     return f"{ratio(row['latency_ratio'])} ({interval(row['latency_ratio_lo'], row['latency_ratio_hi'])})"
-
-
-def _digits(value: Any) -> str:
-    return ABSENT if is_absent(value) else f"{value:.4g}"
-
-
-def _number(value: object) -> str:
-    return ABSENT if is_absent(value) else f"{value:,}"
-
-
-def _value(value: object) -> object:
-    return ABSENT if value is None else value
 
 
 def _escaped(text: str) -> str:

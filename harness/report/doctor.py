@@ -1,20 +1,20 @@
 """What `harness doctor` shows: a line or two for each finding, the noise by size, and the verdict last."""
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
-from harness.doctor.finding import Examination
-from harness.doctor.noise import Noise
-from harness.report.story import Column
-from harness.report.terminal import table_of
-from harness.text import plain
+from harness.doctor.examine import Examination
+from harness.doctor.noise import NoiseStudy
+from harness.report.table import Column, Table
+from harness.report.terminal import say
+from harness.text import percent, plain
 
 STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 
 
 def print_examination(found: Examination, console: Console) -> None:
-    table = Table.grid(padding=(0, 1))
+    table = Grid.grid(padding=(0, 1))
     table.add_column(width=4)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -28,17 +28,13 @@ def print_examination(found: Examination, console: Console) -> None:
         console.print(noise_table(found.noise))
     console.print()
     fit = found.can_run and all(finding.level != "bad" for finding in found.findings)
-    console.print(Text(found.verdict, "bold green" if fit else "bold red"), highlight=False)
+    say(console, found.verdict, style="bold green" if fit else "bold red")
 
 
-def noise_table(noise: Noise) -> Table:
-    def percent(value: float) -> str:
-        return f"±{100 * value:.1f} %"
-
-    sizes = noise.sizes
+def noise_table(noise: NoiseStudy) -> Table:
     columns = [
-        Column("attention", list(sizes), left=True),
-        Column("as pairs", [percent(noise.paired(size)) for size in sizes]),
-        Column("one after the other", [percent(noise.sequential(size)) for size in sizes]),
+        Column("attention", str, left=True),
+        Column("as pairs", lambda size: f"±{percent(noise.paired(size), 1)}"),
+        Column("one after the other", lambda size: f"±{percent(noise.sequential(size), 1)}"),
     ]
-    return table_of(columns, title="95 % of the ratios of a call to itself are within")
+    return Table(columns, noise.sizes, "95 % of the ratios of a call to itself are within")

@@ -6,37 +6,34 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.errors import BadInput
-from harness.record import EQUAL_STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from harness.report.page import Run
+    from harness.report.page import StoredRun
 
 PANELS = 8  # more are no picture; the page shows them one by one
 
 
-def tradeoffs(runs: "Sequence[Run]") -> Any:
+def tradeoffs(runs: "Sequence[StoredRun]") -> Any:
     """KV bytes per token against decode latency, one panel per setting."""
     import altair as alt
 
     from harness.report.page.charts import tradeoffs as layers
-    from harness.report.page.rows import combine
+    from harness.report.page.rows import combine, tradeoff_points
 
-    frame = combine(runs)
-    shown = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL_STATUSES) & frame["latency_ms"].notna()]
-    shown = shown[(shown["dtype"] == "float32") & (shown["mask"] == "causal")]
-    if shown.empty:
+    points = tradeoff_points(combine(runs))
+    points = points[(points["dtype"] == "float32") & (points["mask"] == "causal")]
+    if points.empty:
         raise BadInput("this run has no equal float32 causal decode cell to draw")
-    panels = _fullest(shown)
-    wanted = ["variant", "run", "series", "setting", "kv_bytes_per_token", "latency_ms", "latency_ratio",
-              "latency_ratio_lo", "latency_ratio_hi", "params"]  # fmt: skip
-    drawn = shown.loc[shown["setting"].isin(panels), wanted].reset_index(names="row")
-    chart = layers(
-        drawn, variants=list(dict.fromkeys(drawn["variant"])), runs=list(dict.fromkeys(drawn["run"]))
-    ).properties(width=270, height=220)
-    return chart.facet(facet=alt.Facet("setting:N", title=None, sort=panels), columns=2).resolve_scale(
-        x="shared", y="independent"
+    panels = _fullest(points)
+    wanted = ["variant", "run", "series", "setting", "kv_bytes_per_token", "latency_ms", "low_ms", "cut_ms", "params",
+              "spot"]  # fmt: skip
+    drawn = points.loc[points["setting"].isin(panels), wanted].assign(front=points["beaten_by"].map(len) == 0)
+    chart = layers(drawn.reset_index(names="row"), variants=drawn["variant"], runs=drawn["run"])
+    facet = alt.Facet("setting:N", title=None, sort=panels)
+    return (
+        chart.properties(width=270, height=220).facet(facet=facet, columns=2).resolve_scale(x="shared", y="independent")
     )
 
 
@@ -46,7 +43,7 @@ def _fullest(frame: pd.DataFrame) -> list[str]:
     return [setting for setting in dict.fromkeys(frame["setting"]) if setting in counts.index[:PANELS]]
 
 
-def save(runs: "Sequence[Run]", path: Path) -> None:
+def save(runs: "Sequence[StoredRun]", path: Path) -> None:
     """PNG or SVG, by the file's ending; drawn offline."""
     if path.suffix not in (".png", ".svg"):
         raise BadInput(f"{path}: must end in .png or .svg")

@@ -14,14 +14,51 @@ from harness.gate.findings import Finding, GateOutcome, TimingVerdict
 from harness.report.gate_text import gate_markdown
 from harness.text import plain
 
-# ----------------------------------------------------------------------------------------------------------------------
-# gate.xml: JUnit's format, as CI systems read it. One test case per cell, in one suite for each part of the gate.
-
-
+MARKDOWN, JUNIT, JSON = "gate.md", "gate.xml", "gate.json"
 WHOLE_RUN, WHOLE_NIGHT = "the whole run", "the whole night"
+NUMBERS = ("base_ms", "head_ms", "reference_ms", "change", "lo", "hi", "smallest", "q_value")
+
+
+def remove_outputs(folder: Path) -> None:
+    """Before anything is judged: what an earlier gate said must not outlive an error of this one."""
+    for name in (MARKDOWN, JUNIT, JSON):
+        (Path(folder) / name).unlink(missing_ok=True)
+
+
+def write_outputs(folder: Path, outcome: GateOutcome) -> None:
+    for name, render in ((MARKDOWN, gate_markdown), (JUNIT, junit_xml), (JSON, gate_json)):
+        store.write_atomically(Path(folder) / name, render(outcome).encode())
+
+
+def gate_json(outcome: GateOutcome) -> str:
+    document = {
+        "suite": outcome.suite,
+        "passed": outcome.passed,
+        "verdict": outcome.word,
+        "base": outcome.base,
+        "head": outcome.head,
+        "strict": outcome.strict,
+        "cells": len(outcome.cells),
+        "timing_counts": dict(sorted(outcome.counts.items())),
+        "left_out": list(outcome.left_out),
+        "settings": None if outcome.settings is None else asdict(outcome.settings),
+        "findings": [asdict(finding) for finding in outcome.findings],
+        "timing": [{**asdict(verdict), "fails": outcome.fails(verdict)} for verdict in outcome.timing],
+    }
+    return json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Strict JSON knows no non-finite number: they are written as text, as in records.jsonl."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def junit_xml(outcome: GateOutcome) -> str:
+    """JUnit's format, as CI systems read it: one test case per cell, in one suite for each part of the gate."""
     suites = [_exact(outcome)] if outcome.cells or outcome.findings else []
     if outcome.timing:
         suites.append(_timing(outcome))
@@ -66,16 +103,15 @@ def _timing(outcome: GateOutcome) -> ET.Element:
 
 
 def _suite(outcome: GateOutcome, part: str, cases: list[ET.Element]) -> ET.Element:
-    counts = {
-        "tests": len(cases),
-        "failures": sum(case.find("failure") is not None for case in cases),
-        "errors": 0,
-        "skipped": sum(case.find("skipped") is not None for case in cases),
-    }
     seconds = sum(float(case.get("time", "0")) for case in cases)
-    name = plain(f"gate {outcome.suite} {part}")
-    numbers = {"time": f"{seconds:.3f}", **{kind: str(count) for kind, count in counts.items()}}
-    suite = ET.Element("testsuite", {"name": name, **numbers})
+    numbers = {
+        "time": f"{seconds:.3f}",
+        "tests": str(len(cases)),
+        "failures": str(sum(case.find("failure") is not None for case in cases)),
+        "errors": "0",
+        "skipped": str(sum(case.find("skipped") is not None for case in cases)),
+    }
+    suite = ET.Element("testsuite", {"name": plain(f"gate {outcome.suite} {part}"), **numbers})
     if named := {name: value for name, value in (("base", outcome.base), ("head", outcome.head)) if value}:
         properties = ET.SubElement(suite, "properties")
         for name, value in named.items():
@@ -108,57 +144,5 @@ def _lines(messages: Iterable[str]) -> str:
 
 
 def _numbers(verdict: TimingVerdict) -> str:
-    named = {
-        "base_ms": verdict.base_ms, "head_ms": verdict.head_ms, "reference_ms": verdict.reference_ms,
-        "change": verdict.change, "lo": verdict.lo, "hi": verdict.hi, "smallest": verdict.smallest,
-        "q_value": verdict.q_value,
-    }  # fmt: skip
+    named = {name: getattr(verdict, name) for name in NUMBERS}
     return " ".join(f"{name}={value:.4g}" for name, value in named.items() if value is not None)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-MARKDOWN, JUNIT, JSON = "gate.md", "gate.xml", "gate.json"
-
-
-def remove_outputs(folder: Path) -> None:
-    """Before anything is judged: what an earlier gate said must not outlive an error of this one."""
-    for name in (MARKDOWN, JUNIT, JSON):
-        (Path(folder) / name).unlink(missing_ok=True)
-
-
-def write_outputs(folder: Path, outcome: GateOutcome) -> None:
-    for name, text in (
-        (MARKDOWN, gate_markdown(outcome)),
-        (JUNIT, junit_xml(outcome)),
-        (JSON, gate_json(outcome)),
-    ):
-        store.write_atomically(Path(folder) / name, text.encode())
-
-
-def gate_json(outcome: GateOutcome) -> str:
-    document = {
-        "suite": outcome.suite,
-        "passed": outcome.passed,
-        "verdict": outcome.word,
-        "base": outcome.base,
-        "head": outcome.head,
-        "strict": outcome.strict,
-        "cells": len(outcome.cells),
-        "timing_counts": dict(sorted(outcome.counts.items())),
-        "left_out": list(outcome.left_out),
-        "settings": None if outcome.settings is None else asdict(outcome.settings),
-        "findings": [asdict(finding) for finding in outcome.findings],
-        "timing": [{**asdict(verdict), "fails": outcome.fails(verdict)} for verdict in outcome.timing],
-    }
-    return json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """Strict JSON knows no non-finite number: they are written as text, as in records.jsonl."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

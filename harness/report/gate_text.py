@@ -1,4 +1,4 @@
-"""The timing part on a terminal: the counts, and the cells worth reading, worst first."""
+"""The gate's verdict as text: gate.md for a CI job's page, failures first, and the timing part on a terminal."""
 
 from collections.abc import Sequence
 
@@ -6,40 +6,54 @@ from rich.console import Console
 from rich.text import Text
 
 from harness.gate.findings import Finding, GateOutcome, TimingSettings, TimingVerdict
-from harness.report.markdown import code, table_of, text
-from harness.text import ABSENT, milliseconds, plain, plural
+from harness.report.markdown import folded
+from harness.report.table import Code, Column, Table, escaped
+from harness.report.terminal import say
+from harness.text import ABSENT, milliseconds, number, plain, plural, signed_percent
 
-# ----------------------------------------------------------------------------------------------------------------------
-# gate.md: the verdict as a CI job's summary, the failures first.
-
-
-# A job's summary may have 1 MiB; the rest is in gate.xml and gate.json.
-MOST_ROWS = 50
-TITLES = ("verdict", "cell", "change", "interval", "smallest seen", "base ms", "head ms", "why")
+MOST_ROWS = 50  # a job's summary may have 1 MiB; the rest is in gate.xml and gate.json
+SHOWN = 15  # of each verdict on the terminal
+# The verdicts on a cell's time, the worst first, and how each and the whole are coloured.
+STYLES = {"regression": "red", "inconclusive": "yellow", "improvement": "cyan", "pass": "green"}
+WORDS = {"FAIL": "bold red", "INCONCLUSIVE": "bold yellow", "PASS": "bold green"}
+FINDING = [
+    Column("cell", lambda one: Code(one.case_id) if one.case_id else "the whole run", left=True),
+    Column("what", lambda one: one.kind, left=True),
+    Column("why", lambda one: one.message, left=True),
+]
+TIMING = [
+    Column("verdict", lambda one: one.verdict, left=True),
+    Column("cell", lambda one: Code(one.case_id), left=True),
+    Column("change", lambda one: signed_percent(one.change)),
+    Column("interval", lambda one: f"{signed_percent(one.lo)} … {signed_percent(one.hi)}"),
+    Column("smallest seen", lambda one: signed_percent(one.smallest)),
+    Column("base ms", lambda one: milliseconds(one.base_ms)),
+    Column("head ms", lambda one: milliseconds(one.head_ms)),
+    Column("why", lambda one: one.reason, left=True),
+]
 
 
 def gate_markdown(outcome: GateOutcome) -> str:
-    parts = [f"# Gate {text(outcome.suite)}: {outcome.word}", "  \n".join(_counts(outcome))]
+    parts = [f"# Gate {escaped(outcome.suite)}: {outcome.word}", "  \n".join(_counts(outcome))]
     if outcome.failing:
-        parts += ["## Got worse", *_findings(outcome.failing)]
+        parts += ["## Got worse", *_table(FINDING, outcome.failing)]
     slower = [verdict for verdict in outcome.timed("regression", "inconclusive") if outcome.fails(verdict)]
     slower += [verdict for verdict in outcome.timing if outcome.fails(verdict) and verdict not in slower]
     if slower:
-        parts += ["## Slower" if not outcome.strict else "## Slower, or not known", *_timing(slower)]
+        parts += ["## Slower" if not outcome.strict else "## Slower, or not known", *_table(TIMING, slower)]
     unsure = [verdict for verdict in outcome.timed("inconclusive") if not outcome.fails(verdict)]
     if unsure:
         parts += [
             "## Inconclusive: not shown to be as fast as before",
             "These cells neither failed nor passed: the noise of this run hides changes up to *smallest seen*.",
-            *_timing(unsure),
+            *_table(TIMING, unsure),
         ]
     if faster := outcome.timed("improvement"):
-        parts += ["## Faster", *_timing(faster)]
+        parts += ["## Faster", *_table(TIMING, faster)]
     if outcome.notes:
-        parts += ["## To note", *_findings(outcome.notes)]
+        parts += ["## To note", *_table(FINDING, outcome.notes)]
     if passed := outcome.timed("pass"):
-        details = "\n\n".join(_timing(passed))
-        parts.append(f"<details><summary>As fast as before: {_cells(len(passed))}</summary>\n\n{details}\n\n</details>")
+        parts.append(folded(f"As fast as before: {_cells(len(passed))}", "\n\n".join(_table(TIMING, passed))))
     return "\n\n".join(parts) + "\n"
 
 
@@ -49,17 +63,20 @@ def _counts(outcome: GateOutcome) -> list[str]:
         failing, notes = len(outcome.failing), len(outcome.notes)
         lines.append(f"**exact**: {_cells(len(outcome.cells))}, {failing} failing, {notes} to note")
     if outcome.timing:
-        order = ("regression", "inconclusive", "improvement", "pass")
-        counts = outcome.counts
-        named = [f"{counts[name]} {name}" for name in (*order, *sorted(counts.keys() - set(order))) if counts[name]]
-        lines.append(f"**timing**: {_cells(len(outcome.timing))}: {', '.join(named)}")
-        lines += [f"**left out**: {text(told)}" for told in outcome.left_out]
+        lines.append(f"**timing**: {_verdicts(outcome)}")
+        lines += [f"**left out**: {escaped(why)}" for why in outcome.left_out]
         if outcome.settings is not None:
             lines.append(f"**settings**: {_settings(outcome.settings)}")
     else:
         lines.append("**timing**: not judged")
-    lines += [f"**{name}**: {text(value)}" for name, value in (("base", outcome.base), ("head", outcome.head)) if value]
-    return lines
+    named = (("base", outcome.base), ("head", outcome.head))
+    return lines + [f"**{name}**: {escaped(value)}" for name, value in named if value]
+
+
+def _verdicts(outcome: GateOutcome) -> str:
+    counts = outcome.counts
+    order = (*STYLES, *sorted(counts.keys() - STYLES.keys()))
+    return f"{_cells(len(outcome.timing))}: {', '.join(f'{counts[name]} {name}' for name in order if counts[name])}"
 
 
 def _settings(chosen: TimingSettings) -> str:
@@ -67,92 +84,51 @@ def _settings(chosen: TimingSettings) -> str:
     return f"{effects}, {chosen.seconds:g} s a cell, threads {chosen.threads}, seed {chosen.seed}"
 
 
-def _findings(findings: Sequence[Finding]) -> list[str]:
-    rows = [(code(one.case_id) or "the whole run", text(one.kind), text(one.message)) for one in findings[:MOST_ROWS]]
-    return [table_of(("cell", "what", "why"), rows, [True] * 3), *_more(len(findings))]
+def _table(columns: list[Column], rows: Sequence[Finding | TimingVerdict]) -> list[str]:
+    more = [f"+{len(rows) - MOST_ROWS} more, see gate.xml"] if len(rows) > MOST_ROWS else []
+    return [Table(columns, rows[:MOST_ROWS]).markdown(), *more]
 
 
-def _timing(verdicts: Sequence[TimingVerdict]) -> list[str]:
-    rows = [
-        (
-            text(one.verdict),
-            code(one.case_id),
-            _percent(one.change),
-            f"{_percent(one.lo)} … {_percent(one.hi)}",
-            _percent(one.smallest),
-            milliseconds(one.base_ms),
-            milliseconds(one.head_ms),
-            text(one.reason),
-        )
-        for one in verdicts[:MOST_ROWS]
-    ]
-    return [table_of(TITLES, rows, [title in ("verdict", "cell", "why") for title in TITLES]), *_more(len(verdicts))]
-
-
-def _more(total: int) -> list[str]:
-    return [f"+{total - MOST_ROWS} more, see gate.xml"] if total > MOST_ROWS else []
-
-
-def _cells(number: int) -> str:
-    return plural(number, "cell", "cells")
-
-
-def _percent(change: float | None) -> str:
-    return ABSENT if change is None else f"{100 * change:+.1f} %"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-SHOWN = 15  # of each verdict
-STYLES = {"regression": "red", "inconclusive": "yellow", "improvement": "cyan", "pass": "green"}
-WORDS = {"FAIL": "bold red", "INCONCLUSIVE": "bold yellow", "PASS": "bold green"}
+def _cells(amount: int) -> str:
+    return plural(amount, "cell", "cells")
 
 
 def print_timing(outcome: GateOutcome, console: Console, *, written: bool) -> None:
     """All cells where nothing is `written` that has the others."""
     interesting = outcome.timed("regression", "improvement", "inconclusive")
     versions = f"{plain(outcome.base)} -> {plain(outcome.head)}"
-    title = Text(f"timing {plain(outcome.suite)}: {versions}, cell by cell in turn")
-    console.print(title, highlight=False, soft_wrap=True)
-    for name in STYLES:
-        if name != "pass" and (found := [one for one in interesting if one.verdict == name]):
-            for one in found[:SHOWN] if written else found:
-                for line in _lines(one):
-                    console.print(line, highlight=False, soft_wrap=True)
-            if written and len(found) > SHOWN:
-                console.print(Text(f"  +{len(found) - SHOWN} more of {name}: see gate.md and gate.json"))
-    passed = outcome.timed("pass")
-    if passed:
+    say(console, f"timing {plain(outcome.suite)}: {versions}, cell by cell in turn", whole=True)
+    for name in ("regression", "inconclusive", "improvement"):
+        verdicts = [one for one in interesting if one.verdict == name]
+        for one in verdicts[:SHOWN] if written else verdicts:
+            say(console, *_lines(one), whole=True)
+        if written and len(verdicts) > SHOWN:
+            console.print(Text(f"  +{len(verdicts) - SHOWN} more of {name}: see gate.md and gate.json"))
+    if passed := outcome.timed("pass"):
         largest = max(one.smallest for one in passed if one.smallest is not None)
         seconds = sum(one.seconds for one in outcome.timing) / len(outcome.timing)
         seen = f"{len(passed)} pass: in each a slowdown of {largest:.1%} would have been seen; {seconds:.1f} s a cell"
-        console.print(Text(seen, "dim"), highlight=False, soft_wrap=True)
-    for told in outcome.left_out:
-        console.print(Text(plain(told), "dim"), highlight=False, soft_wrap=True)
-    console.print(_last_line(outcome), highlight=False, soft_wrap=True)
+        say(console, seen, style="dim", whole=True)
+    say(console, *map(plain, outcome.left_out), style="dim", whole=True)
+    say(console, _last_line(outcome), whole=True)
 
 
 def _lines(one: TimingVerdict) -> list[Text]:
     """A name may have sixty letters: on a line of its own it can be copied, also from 80 columns."""
-    interval = ABSENT if one.lo is None else f"{_percent(one.lo)} … {_percent(one.hi)}"
-    base, head = (ABSENT if each is None else f"{each:.3g}" for each in (one.base_ms, one.head_ms))
-    numbers = f"{_percent(one.change)} ({interval}), sees from {_percent(one.smallest)}, {base} -> {head} ms"
-    measured = [] if one.change is None else [Text(f"  {numbers}")]
-    return [
-        Text.assemble((one.verdict, STYLES[one.verdict]), " ", plain(one.case_id)),
-        *measured,
-        Text(f"  {plain(one.reason)}", "dim"),
-    ]
+    lines = [Text.assemble((one.verdict, STYLES[one.verdict]), " ", plain(one.case_id))]
+    if one.change is not None:
+        interval = ABSENT if one.lo is None else f"{signed_percent(one.lo)} … {signed_percent(one.hi)}"
+        sees = f"sees from {signed_percent(one.smallest)}"
+        times = f"{number(one.base_ms, '.3g')} -> {number(one.head_ms, '.3g')} ms"
+        lines.append(Text(f"  {signed_percent(one.change)} ({interval}), {sees}, {times}"))
+    return [*lines, Text(f"  {plain(one.reason)}", "dim")]
 
 
 def _last_line(outcome: GateOutcome) -> Text:
     """What is not known is said in the last line, where nobody misses it."""
-    counts = outcome.counts
-    told = ", ".join(f"{counts[name]} {name}" for name in STYLES if counts[name])
     word = Text(outcome.timing_word, WORDS[outcome.timing_word])
-    line = Text.assemble("timing: ", word, f"  {plural(len(outcome.timing), 'cell', 'cells')}: {told}")
-    if unknown := counts["inconclusive"]:
+    line = Text.assemble("timing: ", word, f"  {_verdicts(outcome)}")
+    if unknown := outcome.counts["inconclusive"]:
         says = "which fails by --strict" if outcome.strict else "--strict would fail"
         if outcome.timing_word == "INCONCLUSIVE":
             says = "nothing was decided, which is no pass"

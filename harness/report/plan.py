@@ -1,4 +1,7 @@
-"""What would run, and what there is to choose from."""
+"""Before a run: what would run, what there is to choose from, and what `--explain` says of each case.
+
+Explained are the form of latent attention and the kernel that a case takes, with the counts that decide it.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,30 +13,31 @@ from rich.text import Text
 from harness.case import DTYPES, PHASES, Case
 from harness.kernels.names import OPTIONS, kernel_names, pick
 from harness.models.families.names import family_titles
+from harness.report.terminal import say
 from harness.suite.config import Suite
 from harness.suite.schema import REGIMES, STRUCTURES
-from harness.text import count, ratio
+from harness.text import ABSENT, count, ratio
 from harness.variants.masks import MASKS
 from harness.variants.specs import VARIANTS
 from harness.variants.specs.latent import FLOPS_PER_BYTE, Choice, Cost, LatentSizes, absorbs, choose
 
 AXES = ("variant", "embed_dim", "heads", "kv_heads", "seq_len", "mask", "phase", "dtype", "batch", "kernel")
 SHOWN = 10
+RULE = f"auto takes the lower price = FLOPs + {FLOPS_PER_BYTE} x bytes, counted per batch row"
 
 
 def print_plan(suite: Suite, cases: Sequence[Case], console: Console, *, every: bool) -> None:
     """How many cells each axis value has, and the cells themselves (all with `every`)."""
-    console.print(f"{suite.name}: {len(cases):,} cells would run", markup=False, highlight=False)
+    say(console, f"{suite.name}: {len(cases):,} cells would run")
     table = Table("axis", "values (cells)", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for axis in AXES:
         counts = Counter(getattr(case, axis) for case in cases)
-        values = ", ".join(f"{'-' if value is None else value} ({number:,})" for value, number in counts.items())
+        values = ", ".join(f"{ABSENT if value is None else value} ({number:,})" for value, number in counts.items())
         table.add_row(axis, Text(values))  # names of kernels are foreign text, not markup
     console.print(table)
-    for case in cases if every else cases[:SHOWN]:
-        console.print(f"  {case.case_id}", markup=False, highlight=False, soft_wrap=True)
+    say(console, *(f"  {case.case_id}" for case in (cases if every else cases[:SHOWN])), whole=True)
     if not every and len(cases) > SHOWN:
-        console.print(f"  ... and {len(cases) - SHOWN:,} more (--verbose lists all)", highlight=False)
+        say(console, f"  ... and {len(cases) - SHOWN:,} more (--verbose lists all)")
 
 
 def print_names(console: Console) -> None:
@@ -61,22 +65,12 @@ def _print_section(console: Console, title: str, entries: Mapping[str, str]) -> 
     console.print(table)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# `--explain`: which form of latent attention, and which kernel, each case takes, and the counts that decide it.
-
-
-RULE = f"auto takes the lower price = FLOPs + {FLOPS_PER_BYTE} x bytes, counted per batch row"
-
-
 def print_explanations(cases: Sequence[Case], console: Console) -> None:
     """A paragraph per case: the form of latent attention, and what the kernel named "auto" comes to."""
     if any(case.kv_lora_rank is not None for case in cases):
-        console.print(f"latent attention: {RULE}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"latent attention: {RULE}", whole=True)
     for case in cases:
-        console.print(case.case_id, markup=False, highlight=False, soft_wrap=True)
-        for reason in (why(case), why_kernel(case)):
-            if reason:
-                console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
+        say(console, case.case_id, *(f"  {reason}" for reason in (why(case), why_kernel(case)) if reason), whole=True)
 
 
 def why(case: Case) -> str | None:
@@ -104,15 +98,8 @@ def why_kernel(case: Case) -> str:
     rule = MASKS[case.mask]
     rows, slanted = case.heads // kv_heads * queries, rule.causal or rule.window is not None
     products = case.batch * kv_heads
-    name = pick(
-        rows,
-        queries,
-        case.kv_len,
-        products=products,
-        slanted=slanted,
-        trains=case.phase == "train",
-        need_weights=False,
-    )
+    trains = case.phase == "train"
+    name = pick(rows, queries, case.kv_len, products=products, slanted=slanted, trains=trains, need_weights=False)
     kind = "causal or windowed" if slanted else "dense"
     sizes = f"{rows} rows over {case.kv_len} keys, {queries} queries, {kind}, {case.phase}"
     return f"kernel {name}: {sizes}; {count(products * rows * case.kv_len)} scores"

@@ -16,7 +16,7 @@ ORDER = ("mismatch", "error", "oom", "timeout", "degraded", "unsupported")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """`worst_*` is None where no cell has an error ratio; `unjudged` failed without leaving one; `missing` cells were
     planned and are not in the table."""
 
@@ -35,10 +35,10 @@ class Verdict:
         return any(status in EQUAL_STATUSES for status in self.statuses) and not failed and not self.missing
 
 
-def judge(frame: pd.DataFrame) -> Verdict:
+def judge(frame: pd.DataFrame) -> RunVerdict:
     present = frame["status"].value_counts()
     worst = _worst(frame)
-    return Verdict(
+    return RunVerdict(
         cells=len(frame),
         statuses={status: int(present[status]) for status in STATUSES if status in present},
         worst_err_ratio=None if worst is None else float(worst["err_ratio"]),
@@ -69,10 +69,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
         row: dict[str, object] = {"variant": variant, "kernel": kernel, "cells": len(cells)}
         row |= {status: int((cells["status"] == status).sum()) for status in ("ok", "degraded", "unsupported")}
         row["failed"] = int(cells["status"].isin(FAILING).sum())
-        row["worst_err_ratio"] = None if worst is None else worst["err_ratio"]
-        row["worst_max_abs_err"] = None if worst is None else worst["max_abs_err"]
-        row["worst_err_budget"] = None if worst is None else worst["err_budget"]
-        row["worst_case_id"] = None if worst is None else worst["case_id"]
+        for column in ("err_ratio", "max_abs_err", "err_budget", "case_id"):
+            row[f"worst_{column}"] = None if worst is None else worst[column]
         for column in ("params", "kv_bytes_per_token"):
             known = cells[column].dropna()
             row[f"{column}_min"] = known.min() if len(known) else None

@@ -10,7 +10,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from harness.gate.trend import Change, Trend, fewest_nights
-from harness.text import condense, plain, plural, ratio, sparkline
+from harness.report.terminal import say
+from harness.text import ABSENT, condense, plain, plural, ratio, signed_percent, sparkline
 
 CellChange = tuple[Trend, Change]
 PAGE_WIDTH = 120
@@ -29,13 +30,13 @@ def print_trends(found: Sequence[Trend], console: Console, *, suite: str, metric
         counted = f"too few nights to tell; a change in one cell alone needs {needed}"
     head = f"{cells}, up to {nights}, {plural(len(machines), 'machine', 'machines')}: {counted}"
     style = "bold" if changes else "green" if can_tell else "yellow"
-    _print(console, Text.assemble("trend ", plain(suite), " ", metric, ": ", (head, style)))
+    say(console, Text.assemble("trend ", plain(suite), " ", metric, ": ", (head, style)), whole=True)
     if short and can_tell:
-        _print(
-            console, Text(f"{short} of {len(found)} series have fewer than {needed} nights: too few to tell.", "yellow")
-        )
+        few = f"{short} of {len(found)} series have fewer than {needed} nights: too few to tell."
+        say(console, few, style="yellow", whole=True)
     if len(machines) > 1:
-        _print(console, Text("Each machine has series of its own: times of unlike machines are not compared.", "dim"))
+        apart = "Each machine has series of its own: times of unlike machines are not compared."
+        say(console, apart, style="dim", whole=True)
     for group in _by_commits(changes):
         console.print()
         _print_group(group, console, several=len(machines) > 1)
@@ -77,33 +78,27 @@ def commit_range(change: Change) -> str:
 def _print_group(group: Sequence[CellChange], console: Console, *, several: bool) -> None:
     _, one = group[0]
     when = f"{one.last:%Y-%m-%d %H:%M} and {one.first:%Y-%m-%d %H:%M}"
-    _print(console, Text.assemble((commit_range(one), "bold"), f"  between {when}"))
+    say(console, Text.assemble((commit_range(one), "bold"), f"  between {when}"), whole=True)
     for also in dict.fromkeys(text for _, change in group for text in change.also):
-        _print(console, Text(f"  also changed: {plain(also)}", "yellow"))
+        say(console, f"  also changed: {plain(also)}", style="yellow", whole=True)
     for trend, change in group:
         style = "red" if change.kind == "worse" else "green"
+        share = "from 0" if math.isinf(change.relative) else signed_percent(change.relative)
         sure = "exact" if change.p_value is None else f"p {change.p_value:.2g}"
         numbers = f"{ratio(change.before)} -> {ratio(change.after)}"
-        _print(
-            console,
-            Text.assemble("  ", (f"{_percent(change.relative):>9}", style), f"  {plain(trend.case_id)}"),
-        )
         place = f"  on {plain(trend.machine)}" if several else ""
-        line = Text(f"{sparkline(condense(trend.values))}  {numbers}  {sure}{place}", "dim", overflow="fold")
-        console.print(Padding(line, (0, 0, 0, 13), expand=False), highlight=False)
+        say(console, Text.assemble("  ", (f"{share:>9}", style), f"  {plain(trend.case_id)}"), whole=True)
+        _print_below(console, f"{sparkline(condense(trend.values))}  {numbers}  {sure}{place}")
 
 
 def _print_series(trend: Trend, console: Console, *, several: bool) -> None:
     known = [value for value in trend.values if math.isfinite(value)]
-    latest = ratio(known[-1]) if known else "-"
+    latest = ratio(known[-1]) if known else ABSENT
     place = f"  on {plain(trend.machine)}" if several else ""
-    _print(console, Text(f"  {latest:>9}  {plain(trend.case_id)}{place}"))
-    console.print(Padding(Text(sparkline(condense(trend.values)), "dim"), (0, 0, 0, 13), expand=False), highlight=False)
+    say(console, f"  {latest:>9}  {plain(trend.case_id)}{place}", whole=True)
+    _print_below(console, sparkline(condense(trend.values)))
 
 
-def _percent(change: float) -> str:
-    return "from 0" if math.isinf(change) else f"{100 * change:+.1f} %"
-
-
-def _print(console: Console, text: Text) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+def _print_below(console: Console, text: str) -> None:
+    """Under a cell's name."""
+    console.print(Padding(Text(text, "dim", overflow="fold"), (0, 0, 0, 13), expand=False), highlight=False)

@@ -12,10 +12,10 @@ from harness.__main__ import main
 from harness.advise import choose
 from harness.advise import memory as amounts
 from harness.advise.candidates import MODELS, Candidate, Model, candidates
-from harness.advise.choose import Option, advise, dominates, faster, predict, step_of
-from harness.advise.memory import Demand, footprint
+from harness.advise.choose import Alternative, advise, dominates, faster, predict, step_of
+from harness.advise.memory import Requirement, footprint
 from harness.advise.roofline import BEYOND, CACHED, MIB, Clocks, Disturbance, Roofline, span_of, watch
-from harness.advise.work import DecodeStep, Figure, Part, decode_step, figure
+from harness.advise.work import DecodeStep, Figure, StepPart, decode_step, figure
 from harness.commands import advise as command
 from harness.errors import BadInput
 from harness.report.advice import sentence, size
@@ -51,7 +51,7 @@ def own(model: Model, dtype: str = "bfloat16") -> Candidate:
 def test_published_figures_come_out_exactly(name: str):
     model = MODELS[name]
     candidate = own(model)
-    per_token = footprint(candidate, Demand(model, 1, 1, "bfloat16", GIB)).bytes_per_token
+    per_token = footprint(candidate, Requirement(model, 1, 1, "bfloat16", GIB)).bytes_per_token
     assert (candidate.bytes_per_token_layer, per_token, candidate.attention_params) == PUBLISHED[name]
 
 
@@ -138,7 +138,7 @@ def test_a_variant_is_not_listed_twice():
 def test_the_largest_that_fits_fits_and_one_more_does_not(context, batch, memory, window, params, label):
     model = Model("m", 64, 3, 8, 8, kv_heads=8, window=window, params=params)
     (candidate,) = [one for one in candidates(model, "float16") if one.label == label]
-    demand = Demand(model, context, batch, "float16", memory)
+    demand = Requirement(model, context, batch, "float16", memory)
     print_ = footprint(candidate, demand)
 
     def fits(tokens: int, sequences: int) -> bool:
@@ -158,7 +158,7 @@ def test_the_largest_that_fits_fits_and_one_more_does_not(context, batch, memory
 
 def test_a_window_caps_the_cache():
     model = MODELS["mistral-7b"]
-    far, near = (footprint(own(model), Demand(model, n, 1, "bfloat16", 80 * GIB)) for n in (10**6, 4096))
+    far, near = (footprint(own(model), Requirement(model, n, 1, "bfloat16", 80 * GIB)) for n in (10**6, 4096))
     assert far.cache_bytes == near.cache_bytes == 4096 * 131072
     assert far.largest_context is None
 
@@ -166,7 +166,7 @@ def test_a_window_caps_the_cache():
 def test_weights_change_with_the_variant():
     model = MODELS["llama-3-8b"]
     by_label = {one.label: one for one in candidates(model, "bfloat16")}
-    demand = Demand(model, 1, 1, "bfloat16", 80 * GIB)
+    demand = Requirement(model, 1, 1, "bfloat16", 80 * GIB)
     assert footprint(by_label["gqa-8"], demand).weight_bytes == 2 * 8_030_261_248
     more = footprint(by_label["mha"], demand).weight_bytes
     assert more == 2 * (8_030_261_248 + 32 * (67_108_864 - 41_943_040))
@@ -188,7 +188,7 @@ def made_up(steps: list[DecodeStep], *, pace: float = 1e-9, overhead: float = 1e
     return Roofline(dict.fromkeys((CACHED, BEYOND), exactly(1e-11)), parts, 1)
 
 
-def steps_of(demand: Demand) -> list[DecodeStep]:
+def steps_of(demand: Requirement) -> list[DecodeStep]:
     return [step_of(one, demand) for one in candidates(demand.model, demand.dtype)]
 
 
@@ -255,7 +255,7 @@ def test_parts_are_the_products_that_a_layer_calls(label: str, monkeypatch: pyte
 
 def test_time_is_overhead_and_every_part():
     model = MODELS["llama-3-8b"]
-    demand = Demand(model, 1000, 1, "bfloat16", 80 * GIB)
+    demand = Requirement(model, 1000, 1, "bfloat16", 80 * GIB)
     candidate = own(model)
     predicted = predict(candidate, demand, made_up([step_of(candidate, demand)]))
     held = 2 * candidate.attention_params + 1000 * 4096
@@ -270,7 +270,7 @@ def test_parts_are_looked_up_where_the_step_finds_them():
     between = decode_step(candidate, batch=1, keys=16, layers=300)
     assert CACHED < span_of(between) == between.working_set < BEYOND
     model = Model("m", 64, 300, 4, 16, kv_heads=4)
-    assert step_of(own(model, "float32"), Demand(model, 16, 1, "float32", GIB)) == between
+    assert step_of(own(model, "float32"), Requirement(model, 16, 1, "float32", GIB)) == between
     near, far = made_up([alone], pace=1e-10), made_up([many], pace=1e-9)
     both = replace(near, parts=near.parts | far.parts)
     held = alone.working_set
@@ -293,7 +293,7 @@ def test_measuring_here_gives_positive_times(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probes, "BUDGET_S", 0.0)
     monkeypatch.setattr(probes, "LEAST", 2)
     model = Model("m", 64, 2, 8, 8, kv_heads=2)
-    demand = Demand(model, 64, 2, "bfloat16", GIB)
+    demand = Requirement(model, 64, 2, "bfloat16", GIB)
     found = [one for one in candidates(model, "bfloat16") if one.label in ("gqa-2", "mla")]
     steps = [step_of(one, demand) for one in found]
     heard: list[str] = []
@@ -318,25 +318,25 @@ def test_a_part_that_two_variants_share_is_measured_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(probes, "take", take)
     monkeypatch.setattr(probes, "PIECE_BYTES", MIB)
     model = Model("m", 64, 10**6, 8, 8, existing=False)
-    steps = steps_of(Demand(model, 64, 1, "float32", GIB))
+    steps = steps_of(Requirement(model, 64, 1, "float32", GIB))
     roofline.measure(steps)
     assert len(taken) == len(set(taken)) == 2 + len({part for step in steps for part in step.parts})
     assert sum(len(step.parts) for step in steps) > len(taken)
 
 
 PARTS = [
-    Part("linear", 4, 700, 900, "float32"),
-    Part("linear", 4096, 700, 900, "float32"),
-    Part("to_latent", 2, 64, 64, "float32", heads=128),
-    Part("from_latent", 2, 64, 64, "bfloat16", heads=300),
-    Part("attention", 2, 16, 16, "float32", heads=2, rows=4, keys=10_000),
-    Part("attention", 1000, 64, 64, "float32", heads=8, rows=2, keys=100),  # few keys of each are more than a piece
-    Part("attention", 1, 40, 32, "float32", rows=8, keys=50_000, latent=True),
+    StepPart("linear", 4, 700, 900, "float32"),
+    StepPart("linear", 4096, 700, 900, "float32"),
+    StepPart("to_latent", 2, 64, 64, "float32", heads=128),
+    StepPart("from_latent", 2, 64, 64, "bfloat16", heads=300),
+    StepPart("attention", 2, 16, 16, "float32", heads=2, rows=4, keys=10_000),
+    StepPart("attention", 1000, 64, 64, "float32", heads=8, rows=2, keys=100),  # few keys of each are more than a piece
+    StepPart("attention", 1, 40, 32, "float32", rows=8, keys=50_000, latent=True),
 ]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.kind}-{part.batch}")
-def test_a_large_part_is_cut_to_a_piece(part: Part, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_part_is_cut_to_a_piece(part: StepPart, monkeypatch: pytest.MonkeyPatch):
     from harness.advise import probes
 
     assert probes.cut(replace(part, batch=min(part.batch, 16))) != part or probes.cut(part) == part
@@ -348,7 +348,7 @@ def test_a_large_part_is_cut_to_a_piece(part: Part, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("part", PARTS[:1] + PARTS[4:5], ids=lambda part: part.kind)
-def test_a_probe_reads_the_rest_of_the_working_set_first(part: Part, monkeypatch: pytest.MonkeyPatch):
+def test_a_probe_reads_the_rest_of_the_working_set_first(part: StepPart, monkeypatch: pytest.MonkeyPatch):
     import torch
 
     from harness.advise import probes
@@ -368,7 +368,7 @@ def test_a_probe_reads_the_rest_of_the_working_set_first(part: Part, monkeypatch
 def test_a_sample_is_the_call_less_the_empty_call(monkeypatch: pytest.MonkeyPatch):
     """On a clock that the calls move themselves; what comes before is not counted, nor is the first turn."""
     from harness.advise import probes
-    from harness.advise.probes import Probe, take
+    from harness.advise.probes import TimedCall, take
 
     now, order = [0.0], []
     odd = {"first": -1.0}  # the first turn, unlike all others
@@ -383,8 +383,8 @@ def test_a_sample_is_the_call_less_the_empty_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("harness.advise.probes.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(probes, "BUDGET_S", 0.0)
     found = take({
-        1: Probe(lasts("before", 7.0), lasts("first", 3.0), lasts("empty", 1.0), 10.0),
-        2: Probe(lasts("before", 7.0), lasts("second", 5.0)),
+        1: TimedCall(lasts("before", 7.0), lasts("first", 3.0), lasts("empty", 1.0), 10.0),
+        2: TimedCall(lasts("before", 7.0), lasts("second", 5.0)),
     })  # fmt: skip
     assert found == {1: exactly(20.0), 2: exactly(5.0)}
     assert order == ["before", "first", "empty", "before", "second"] * (1 + probes.LEAST)
@@ -422,13 +422,13 @@ def test_the_decode_step_that_is_timed_decodes(latent: bool):
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-def costs(option: Option) -> tuple[float, ...]:
+def costs(option: Alternative) -> tuple[float, ...]:
     return (*option.costs, 0.0 if option.step is None else option.step.value)
 
 
 def test_the_front_is_what_nothing_beats():
     model = MODELS["llama-2-7b"]
-    demand = Demand(model, 4096, 1, "bfloat16", 80 * GIB)
+    demand = Requirement(model, 4096, 1, "bfloat16", 80 * GIB)
     for advice in (advise(demand), advise(demand, made_up(steps_of(demand)))):
         front = {one.candidate.label for one in advice.options if one.pareto}
         beaten = {
@@ -443,18 +443,18 @@ def test_the_front_is_what_nothing_beats():
 
 def test_dominating_needs_one_thing_that_is_better():
     model = MODELS["llama-2-7b"]
-    (option, *_) = advise(Demand(model, 1, 1, "bfloat16", GIB)).options
+    (option, *_) = advise(Requirement(model, 1, 1, "bfloat16", GIB)).options
     assert not dominates(option, option)
 
 
 def test_what_fits_and_is_unbeaten_stays():
-    advice = advise(Demand(MODELS["llama-3-8b"], 32768, 1, "bfloat16", 24 * GIB))
+    advice = advise(Requirement(MODELS["llama-3-8b"], 32768, 1, "bfloat16", 24 * GIB))
     assert advice.chosen is not None and advice.chosen.candidate.own
     assert sentence(advice).startswith("Keep gqa-8: it fits 32,768 tokens x 1 in 24 GiB")
 
 
 def test_what_does_not_fit_is_replaced_by_the_most_heads_that_do():
-    demand = Demand(MODELS["llama-3-8b"], 131072, 1, "bfloat16", 20 * GIB)
+    demand = Requirement(MODELS["llama-3-8b"], 131072, 1, "bfloat16", 20 * GIB)
     advice = advise(demand)
     assert advice.chosen is not None and advice.chosen.footprint.fits
     fitting = [one for one in advice.options if one.footprint.fits]
@@ -464,7 +464,7 @@ def test_what_does_not_fit_is_replaced_by_the_most_heads_that_do():
 
 
 def test_an_own_variant_that_is_beaten_gives_way_to_one_that_beats_it():
-    advice = advise(Demand(MODELS["llama-2-7b"], 4096, 1, "bfloat16", 80 * GIB))
+    advice = advise(Requirement(MODELS["llama-2-7b"], 4096, 1, "bfloat16", 80 * GIB))
     mha = next(one for one in advice.options if one.candidate.own)
     assert mha.footprint.fits and advice.chosen is not None
     assert dominates(advice.chosen, mha)
@@ -474,7 +474,7 @@ def test_an_own_variant_that_is_beaten_gives_way_to_one_that_beats_it():
 def test_time_can_keep_it():
     """The same question where latents are slow: MHA is the fastest, so nothing beats it on all."""
     model = MODELS["llama-2-7b"]
-    demand = Demand(model, 4096, 1, "bfloat16", 80 * GIB)
+    demand = Requirement(model, 4096, 1, "bfloat16", 80 * GIB)
     quick = made_up(steps_of(demand), pace=1e-12)
     parts = {key: exactly(1.0) if key[0].latent else seconds for key, seconds in quick.parts.items()}
     chosen = advise(demand, replace(quick, parts=parts)).chosen
@@ -484,7 +484,7 @@ def test_time_can_keep_it():
 @pytest.mark.parametrize(("low", "word"), [(1.0, "no slower within the error"), (2.5, "Keep mha")])
 def test_times_within_the_error_are_no_reason(low: float, word: str):
     """mla is slower by value; whether that keeps mha is for the intervals to say."""
-    advice = advise(Demand(MODELS["llama-2-7b"], 4096, 1, "bfloat16", 80 * GIB))
+    advice = advise(Requirement(MODELS["llama-2-7b"], 4096, 1, "bfloat16", 80 * GIB))
     by_label = {one.candidate.label: one for one in advice.options}
     mha = replace(by_label["mha"], step=Figure(1.5, 1.0, 2.0))
     mla = replace(by_label["mla"], step=Figure(3.0, low, 3.5))

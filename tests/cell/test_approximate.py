@@ -18,7 +18,7 @@ from harness.kernels.blocksparse import engine
 from harness.kernels.call import Kernel
 from harness.kernels.front import find_kernel
 from harness.record import COLUMNS, Record
-from harness.report.sparsity import LEGEND, columns, legend
+from harness.report.sparsity import LEGEND, legend, sparsity_table
 from harness.suite.config import ConfigError, load_suite
 from harness.suite.schema import REGIMES, STRUCTURES, Accuracy, Timing
 from tests.support import ROOT
@@ -245,8 +245,8 @@ def test_missing_limits_are_reported_at_the_line_that_asks_for_them(tmp_path):
 
 def test_the_legend_tells_of_the_columns_that_are_there():
     timed, not_timed = (record(f"sparse?topk=0.3&{BLOCKS}", timing=timing) for timing in (BRIEF, OFF))
-    assert legend(columns([timed])) == LEGEND
-    assert not any("x dense" in line for line in legend(columns([not_timed])))
+    assert legend(sparsity_table([timed])) == LEGEND
+    assert not any("x dense" in line for line in legend(sparsity_table([not_timed])))
 
 
 def test_the_study_s_config_loads():
@@ -264,10 +264,11 @@ def test_the_columns_are_stored_and_shown(tmp_path):
     assert frame.loc[0, "rel_l1"] == sparse.rel_l1 and frame.loc[1, list(NEW)].isna().all()
     again = store.records.loads(store.records.dumps(sparse).rstrip(b"\n"), "here")
     assert again == sparse
-    shown = {column.title: column.cells for column in columns([sparse, exact])}
+    table = sparsity_table([sparse, exact])
+    shown = {column.title: [column.cell(row) for row in table.rows] for column in table.columns}
     assert shown["inputs"] == ["plain", "text_like"]
     assert shown["rel L1"] == [f"{entry['rel_l1']:.3f}" for entry in sparse.approximation]
-    assert columns([exact]) == []
+    assert not sparsity_table([exact]).rows
 
 
 # ---- structures of the input -----------------------------------------------------------------------------------------

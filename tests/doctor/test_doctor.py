@@ -13,16 +13,15 @@ import torch
 from rich.console import Console
 
 from harness.__main__ import main
-from harness.doctor import machine, noise, software
-from harness.doctor.examine import examine, noise_level
-from harness.doctor.finding import Examination, Finding
+from harness.doctor import Diagnosis, machine, noise, software
+from harness.doctor.examine import Examination, examine, noise_level
 from harness.doctor.machine import cpu_quota, memory_limit
-from harness.doctor.noise import Noise, Trial, spread, study
+from harness.doctor.noise import NoiseStudy, Trial, spread, study
 from harness.report.doctor import print_examination
 from harness.suite.schema import Timing
 
 GIB = 2**30
-QUIET = Noise(tuple(Trial("L=64", ratio, True, 1.2) for ratio in (0.995, 1.005, 1.0)))
+QUIET = NoiseStudy(tuple(Trial("L=64", ratio, True, 1.2) for ratio in (0.995, 1.005, 1.0)))
 
 
 def write(root: Path, path: str, text: str) -> Path:
@@ -161,7 +160,7 @@ def test_governors(tmp_path):
     assert machine.governor(tmp_path).found == "not visible here"
     path = "sys/devices/system/cpu/cpu{}/cpufreq/scaling_governor"
     write(tmp_path, path.format(0), "performance")
-    assert machine.governor(tmp_path) == Finding("governor", "ok", "performance")
+    assert machine.governor(tmp_path) == Diagnosis("governor", "ok", "performance")
     write(tmp_path, path.format(1), "powersave")
     found = machine.governor(tmp_path)
     assert (found.level, found.found) == ("warn", "performance, powersave")
@@ -260,7 +259,7 @@ def test_the_spread_is_symmetric_and_never_below_what_was_seen():
 
 
 def test_the_noise_of_each_size_is_its_own():
-    found = Noise((Trial("a", 1.01, True, 1.5), Trial("b", 1.03, False, 1.1)))
+    found = NoiseStudy((Trial("a", 1.01, True, 1.5), Trial("b", 1.03, False, 1.1)))
     assert found.paired("a") < found.paired() < found.paired("b")
     assert found.sequential("a") > found.sequential("b")
     assert found.coverage == 0.5
@@ -293,7 +292,7 @@ def test_a_drift_between_the_series_is_not_in_the_pairs(monkeypatch):
 
 @pytest.mark.parametrize(("ratio", "level"), [(1.001, "ok"), (1.02, "warn"), (1.2, "bad"), (float("nan"), "bad")])
 def test_the_noise_level(ratio, level):
-    found = noise_level(Noise(tuple(Trial("a", r, True, 1.3) for r in (ratio, 1 / ratio))))
+    found = noise_level(NoiseStudy(tuple(Trial("a", r, True, 1.3) for r in (ratio, 1 / ratio))))
     assert found.level == level and "one after the other" in found.found
 
 
@@ -302,19 +301,19 @@ def test_the_noise_level(ratio, level):
 
 def test_what_is_not_ok_says_what_to_do():
     with pytest.raises(ValueError, match="must say what to do"):
-        Finding("x", "warn", "something")
+        Diagnosis("x", "warn", "something")
     with pytest.raises(ValueError, match="is bad"):
-        Finding("x", "warn", "something", "do", prevents_runs=True)
+        Diagnosis("x", "warn", "something", "do", prevents_runs=True)
 
 
 @pytest.mark.parametrize(
     ("findings", "verdict"),
     [
-        ([Finding("a", "ok", "fine")], "timings can be trusted to ±1.5 %"),
-        ([Finding("a", "warn", "so", "do")], "timings can be trusted to ±1.5 %; better still without: a"),
-        ([Finding("a", "bad", "so", "do"), Finding("b", "warn", "so", "do")], "fix these first: a"),
+        ([Diagnosis("a", "ok", "fine")], "timings can be trusted to ±1.5 %"),
+        ([Diagnosis("a", "warn", "so", "do")], "timings can be trusted to ±1.5 %; better still without: a"),
+        ([Diagnosis("a", "bad", "so", "do"), Diagnosis("b", "warn", "so", "do")], "fix these first: a"),
         (
-            [Finding("a", "bad", "so", "do"), Finding("b", "bad", "so", "do", True)],
+            [Diagnosis("a", "bad", "so", "do"), Diagnosis("b", "bad", "so", "do", True)],
             "impossible here; fix these first: b",
         ),
     ],
@@ -327,8 +326,8 @@ def test_the_verdict(findings, verdict):
 
 def test_the_report_fits_eighty_columns():
     findings = (
-        Finding("processor", "ok", "word " * 40),
-        Finding("results", "bad", "/a/very/long/path" * 20 + "\x1b[31m[/red]", "do this " * 30, prevents_runs=True),
+        Diagnosis("processor", "ok", "word " * 40),
+        Diagnosis("results", "bad", "/a/very/long/path" * 20 + "\x1b[31m[/red]", "do this " * 30, prevents_runs=True),
     )
     console = Console(width=80, record=True, file=io.StringIO())
     print_examination(Examination(findings, QUIET), console)

@@ -17,7 +17,7 @@ from harness.gate.findings import Finding, GateOutcome, TimingVerdict
 from harness.record import COLUMNS
 from harness.report import figure
 from harness.report.gate_files import write_outputs
-from harness.report.page import Run, Sensitivity, build_page, read_run, read_sensitivity, write_own_page
+from harness.report.page import Sensitivity, StoredRun, build_page, read_run, read_sensitivity, write_own_page
 from harness.report.page import rows as page_rows
 from harness.report.page.build import _json
 from harness.store.reading import labels
@@ -65,7 +65,7 @@ class Page(HTMLParser):
         return dict(value)
 
 
-def parsed(*runs: Run) -> Page:
+def parsed(*runs: StoredRun) -> Page:
     page = Page(build_page(runs))
     assert page.open == []
     return page
@@ -356,7 +356,7 @@ def test_the_picture_keeps_the_fullest_panels() -> None:
 # ---- approximate cells -----------------------------------------------------------------------------------------------
 
 
-def approximate_run(label: str = "run") -> Run:
+def approximate_run(label: str = "run") -> StoredRun:
     """Two kernels over two lengths on two kinds of input; one error is not a number."""
 
     def entry(regime: str, rel_l1: float, ratio: float | None) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from rich.console import Console
 
 from harness import store
 from harness.__main__ import main
-from harness.report.page import Run
-from harness.report.page.rows import combine
-from harness.report.show import curves, largest_choice, on_front, print_run
+from harness.report.page import StoredRun
+from harness.report.page.rows import combine, on_front
+from harness.report.show import curves, largest_choice, print_run
 from harness.text import BLOCKS, condense, sparkline
 from tests.page_runs import HERE, HOSTILE, hostile_run, large_run, record, run, small_run
 
 
-def shown(told: Run, width: int = 80, **options: float) -> str:
+def shown(told: StoredRun, width: int = 80, **options: float) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     print_run(told, console, **options)
     assert isinstance(console.file, io.StringIO)
@@ -84,15 +84,15 @@ def test_a_curve_is_over_length_alone():
     """Cells that differ in anything but the length are not joined; one length is no curve."""
     frame = combine([run(*(record(seq_len=n, mask=mask) for n in (128, 256) for mask in ("none", "causal")))])
     table = curves(frame)
-    assert table is not None and table.row_count == 2
-    assert curves(combine([run(record(), record(mask="none"))])) is None
+    assert len(table.rows) == 2
+    assert not curves(combine([run(record(), record(mask="none"))])).rows
     twice = combine([run(record(seq_len=128), record(seq_len=128), record(seq_len=256))])
-    assert curves(twice) is None  # of two cells with one length neither is the point
+    assert not curves(twice).rows  # of two cells with one length neither is the point
 
 
 def test_a_wrong_cell_has_no_speed_to_show():
     frame = combine([run(record(seq_len=128), record(seq_len=256, status="mismatch"))])
-    assert curves(frame) is None
+    assert not curves(frame).rows
     assert largest_choice(combine([run(record(phase="decode", status="mismatch"))]))[1].empty
 
 

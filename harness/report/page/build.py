@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,64 +19,45 @@ from harness import store
 from harness.errors import BadInput
 from harness.report import sparsity, story
 from harness.report.page import words
-from harness.report.page.rows import (
-    AXES,
-    DERIVED,
-    DIGITS,
-    KEY_COLUMNS,
-    combine,
-    embedded,
-    left_out_rows,
-    left_out_tables,
-)
-from harness.report.page.run import Run, read_run
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Vega, Vega-Lite and vega-embed as one script that needs no network.
-
+from harness.report.page.rows import AXES, DERIVED, DIGITS, KEY_COLUMNS, combine, embedded, left_out_rows, tradeoff_rows
+from harness.report.page.run import StoredRun, read_run
 
 log = logging.getLogger(__name__)
-SNIPPET = "window.vegaEmbed = vegaEmbed;"  # all that the page calls
-
-
-@cache
-def vega_bundle() -> str:
-    """Bundling takes seconds and depends on versions alone, so it is kept in the user's cache folder."""
-    import altair
-    import vl_convert
-
-    vega_lite = ".".join(altair.VEGALITE_VERSION.split(".")[:2])
-    path = _cache_folder() / f"vega-{version('vl-convert-python')}-{vega_lite}.js"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    text: str = vl_convert.javascript_bundle(SNIPPET, vl_version=vega_lite)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store.write_atomically(path, text.encode())
-    except OSError as error:
-        log.warning("%s cannot be written, so each report bundles its charts anew: %s", path, error)
-    return text
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-harness"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
+PAGE = "report.html"
+NEEDED = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
 STATIC = Path(__file__).parent / "static"
 # One concept a file; they share one scope, in this order.
 SCRIPTS = ("rows.js", "table.js", "pictures.js", "filters.js", "main.js")
+SNIPPET = "window.vegaEmbed = vegaEmbed;"  # all that the page calls of Vega
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    anchor: str
-    word: str
+def missing_packages() -> list[str]:
+    """What the page needs and this installation has not: the `report` extra brings it."""
+    return [name for module, name in NEEDED.items() if find_spec(module) is None]
 
 
-def build_page(runs: Sequence[Run]) -> str:
+def write_own_page(folder: Path, frame: pd.DataFrame) -> None:
+    """At the end of a run: the page is part of its folder, but no run fails for want of it."""
+    if lost := missing_packages():
+        log.warning("no %s: it needs %s (the `report` extra)", PAGE, ", ".join(lost))
+        return
+    try:
+        write_page([replace(read_run(folder), frame=frame)], folder / PAGE)
+    except Exception as error:  # whatever it is, the verdict stands: it is told, and `harness report` shows it again
+        log.warning("no %s: %s: %s", PAGE, type(error).__name__, error)
+
+
+def write_page(runs: Sequence[StoredRun], path: Path) -> None:
+    if lost := missing_packages():
+        raise BadInput(
+            f"{path.name} needs {', '.join(lost)}; install them with: pip install 'attention-harness[report]'"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A label may hold half of a surrogate pair, from a folder name that is no UTF-8.
+    store.write_atomically(path, build_page(runs).encode(errors="backslashreplace"))
+
+
+def build_page(runs: Sequence[StoredRun]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -85,10 +66,6 @@ def build_page(runs: Sequence[Run]) -> str:
     if len(labels := {run.label for run in runs}) != len(runs):
         raise BadInput(f"runs of one report need labels of their own, these are given twice: {', '.join(labels)}")
     cards = [words.card(run) for run in runs]
-    sensitivity = [table for run in runs if run.sensitivity for table in words.sensitivity_tables(run.sensitivity)]
-    left_out = left_out_tables(runs)
-    makers = (words.gate_table, words.gate_timing_table)
-    gates = [table for run in runs for make in makers if (table := make(run)) is not None]
     css, script = (STATIC / "page.css").read_text(encoding="utf-8"), _script()
     vega = vega_bundle()
     for code in (css, script, vega):
@@ -109,31 +86,15 @@ def build_page(runs: Sequence[Run]) -> str:
         variant_tables=words.variant_tables(runs),
         legend=story.LEGEND,
         digits=DIGITS,
-        sensitivity=sensitivity,
-        gates=gates,
-        left_out=left_out,
+        sensitivity=[table for run in runs if run.sensitivity for table in words.sensitivity_tables(run.sensitivity)],
+        gates=[table for run in runs for table in words.gate_tables(run)],
+        left_out=words.left_out_tables(runs),
         left_out_legend=sparsity.LEGEND,
         environment=words.environment_table(runs),
-        sections=_sections(bool(left_out), bool(sensitivity), bool(gates)),
     )
 
 
-def _sections(left_out: bool, sensitivity: bool, gates: bool) -> list[Section]:
-    shown = [
-        ("verdict", "Verdict", True),
-        ("tradeoffs", "Trade-offs", True),
-        ("errors", "Errors", True),
-        ("speed", "Speed", True),
-        ("left-out", "Left out", left_out),
-        ("cells", "Cells", True),
-        ("sensitivity", "Sensitivity", sensitivity),
-        ("gate", "Gate", gates),
-        ("reproduce", "Reproduce", True),
-    ]
-    return [Section(anchor, word) for anchor, word, there in shown if there]
-
-
-def _payload(runs: Sequence[Run]) -> dict[str, Any]:
+def _payload(runs: Sequence[StoredRun]) -> dict[str, Any]:
     from harness.report.page.charts import DRAWN, STATUS_COLOURS, error_range, page_charts
 
     frame = combine(runs)
@@ -149,6 +110,7 @@ def _payload(runs: Sequence[Run]) -> dict[str, Any]:
         "errorRange": error_range(frame),
         "charts": page_charts(frame, left_out),
         "leftOut": left_out,
+        "tradeoffs": tradeoff_rows(frame),
     }
 
 
@@ -179,36 +141,23 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# report.html on disk.
+@cache
+def vega_bundle() -> str:
+    """Vega, Vega-Lite and vega-embed as one script that needs no network.
 
+    Bundling takes seconds and depends on versions alone, so it is kept in the user's cache folder."""
+    import altair
+    import vl_convert
 
-PAGE = "report.html"
-
-NEEDED = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
-
-
-def missing_packages() -> list[str]:
-    """What the page needs and this installation has not: the `report` extra brings it."""
-    return [name for module, name in NEEDED.items() if find_spec(module) is None]
-
-
-def write_own_page(folder: Path, frame: pd.DataFrame) -> None:
-    """At the end of a run: the page is part of its folder, but no run fails for want of it."""
-    if lost := missing_packages():
-        log.warning("no %s: it needs %s (the `report` extra)", PAGE, ", ".join(lost))
-        return
+    vega_lite = ".".join(altair.VEGALITE_VERSION.split(".")[:2])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-harness"
+    path = folder / f"vega-{version('vl-convert-python')}-{vega_lite}.js"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    text: str = vl_convert.javascript_bundle(SNIPPET, vl_version=vega_lite)
     try:
-        write_page([replace(read_run(folder), frame=frame)], folder / PAGE)
-    except Exception as error:  # whatever it is, the verdict stands: it is told, and `harness report` shows it again
-        log.warning("no %s: %s: %s", PAGE, type(error).__name__, error)
-
-
-def write_page(runs: Sequence[Run], path: Path) -> None:
-    if lost := missing_packages():
-        raise BadInput(
-            f"{path.name} needs {', '.join(lost)}; install them with: pip install 'attention-harness[report]'"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A label may hold half of a surrogate pair, from a folder name that is no UTF-8.
-    store.write_atomically(path, build_page(runs).encode(errors="backslashreplace"))
+        folder.mkdir(parents=True, exist_ok=True)
+        store.write_atomically(path, text.encode())
+    except OSError as error:
+        log.warning("%s cannot be written, so each report bundles its charts anew: %s", path, error)
+    return text

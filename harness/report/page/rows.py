@@ -1,4 +1,6 @@
-"""All runs in one table, as the page embeds it: column by column, each repeated word once, floats to five digits."""
+"""The numbers of the page. All runs in one table, embedded column by column: each repeated word once, floats to five
+digits. Beside it the points of the trade-off picture, and what approximate kernels left out.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,11 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.record import COLUMNS
+from harness.record import COLUMNS, EQUAL_STATUSES
 from harness.report import sparsity
-from harness.report.page.run import Run
-from harness.report.page.words import Column, Row, Table
-from harness.text import plain
+from harness.report.page.run import StoredRun
 
 DIGITS = 5
 REPEATED = 2  # times that a value must occur on average, to be written once
@@ -25,9 +25,13 @@ OPTIONS = {"kv_heads": "kv", "q_lora_rank": "q-rank", "kv_lora_rank": "rank", "r
            "v_head_dim": "v-dim"}  # fmt: skip
 # For the pictures alone: which cells may share one, and what a point is called.
 DERIVED = ("setting", "family", "series")
+NEAR = 0.06  # of the slowest time: names of points that are closer would lie on each other
+# Of each kind of input of an approximate cell.
+NUMBERS = ("sparsity", "rel_l1", "cosine", "rmse", "max_abs", "skipped_blocks", "dense_ratio", "dense_ratio_lo",
+           "dense_ratio_hi")  # fmt: skip
 
 
-def combine(runs: Sequence[Run]) -> pd.DataFrame:
+def combine(runs: Sequence[StoredRun]) -> pd.DataFrame:
     """One row a cell of any run, with the columns the pictures need."""
     frames = [run.frame[list(COLUMNS)].assign(run=run.label) for run in runs]
     frame = pd.concat(frames, ignore_index=True)
@@ -101,15 +105,57 @@ def _series(frame: pd.DataFrame) -> pd.Series:
     return name.astype("string")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What approximate kernels left out, as the page embeds it: a row for each structure of the input of each cell.
+def tradeoff_points(frame: pd.DataFrame) -> pd.DataFrame:
+    """The decode cells that are equal and timed, each with what the trade-off picture draws of it.
+
+    low_ms, high_ms  the interval of the ratio to the reference, carried over to the latency
+    cut_ms           where its whisker ends: one disturbed sample must not press all points to the floor
+    spot             the same for cells of one cache whose times are near: their names share one place
+    beaten_by        the rows of its setting that keep it off the front
+    """
+    cells = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL_STATUSES)]
+    cells = cells[cells["latency_ms"].notna() & cells["kv_bytes_per_token"].notna()]
+    cells = cells.astype(
+        dict.fromkeys(("latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi"), "float64")
+    )
+    unit = cells["latency_ms"] / cells["latency_ratio"]
+    cells = cells.assign(low_ms=unit * cells["latency_ratio_lo"], high_ms=unit * cells["latency_ratio_hi"])
+    cells["slowest"] = cells.groupby("setting")["latency_ms"].transform("max")
+    cells["cut_ms"] = cells["high_ms"].clip(upper=1.25 * cells["slowest"])
+    upwards = cells.sort_values("latency_ms", kind="stable")
+    column = [upwards["setting"], upwards["kv_bytes_per_token"]]
+    apart = upwards["latency_ms"].groupby(column).diff() > NEAR * upwards["slowest"]
+    cells["spot"] = apart.groupby(column).cumsum()
+    parts = [beaten_by(group) for _, group in cells.groupby("setting", sort=False)]
+    return cells.assign(beaten_by=pd.concat(parts) if parts else None)
 
 
-NUMBERS = ("sparsity", "rel_l1", "cosine", "rmse", "max_abs", "skipped_blocks", "dense_ratio", "dense_ratio_lo",
-           "dense_ratio_hi")  # fmt: skip
+def beaten_by(cells: pd.DataFrame) -> pd.Series:
+    """For each cell those with no larger a cache that are no slower; of equal ones the first beats the others.
+
+    On the Pareto front is what nothing beats. On the page filters take cells away, so it must know by which ones.
+    """
+    ordered = cells.sort_values(["kv_bytes_per_token", "latency_ms"], kind="stable")["latency_ms"]
+    lists = [ordered.index[:at][ordered.iloc[:at] <= time].tolist() for at, time in enumerate(ordered)]
+    return pd.Series(lists, index=ordered.index, dtype=object)
 
 
-def left_out_rows(runs: Sequence[Run], frame: pd.DataFrame) -> list[dict[str, Any]]:
+def on_front(cells: pd.DataFrame) -> pd.DataFrame:
+    """In order of the cache and with a column `front`: whether no cell of these beats it."""
+    front = beaten_by(cells).map(len) == 0
+    return cells.loc[front.index].assign(front=front)
+
+
+def tradeoff_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """`row` is the cell's place in the table of all runs."""
+    return [
+        {"row": row, "spot": int(point["spot"]), "beatenBy": point["beaten_by"]}
+        | {name: _finite(point[name]) for name in ("low_ms", "high_ms", "cut_ms")}
+        for row, point in tradeoff_points(frame).to_dict("index").items()
+    ]
+
+
+def left_out_rows(runs: Sequence[StoredRun], frame: pd.DataFrame) -> list[dict[str, Any]]:
     """`row` is the cell's place in the table of all runs, so that the page's filters reach these too."""
     places = {key: at for at, key in enumerate(zip(frame["run"], frame["case_id"], strict=True))}
     return [
@@ -123,18 +169,6 @@ def left_out_rows(runs: Sequence[Run], frame: pd.DataFrame) -> list[dict[str, An
         for run in runs
         for record, entry in sparsity.entries(run.approximate)
     ]
-
-
-def left_out_tables(runs: Sequence[Run]) -> list[Table]:
-    """One for each run that has any."""
-    tables = []
-    for run in runs:
-        if columns := sparsity.columns(run.approximate):
-            rows = tuple(Row(cells) for cells in zip(*(column.cells for column in columns), strict=True))
-            heads = tuple(Column(column.title, column.left) for column in columns)
-            caption = f"Sparsity, error and latency of the approximate cells of {plain(run.label)}"
-            tables.append(Table(plain(run.label) if len(runs) > 1 else "", caption, heads, rows))
-    return tables
 
 
 def _finite(value: float | None) -> float | None:

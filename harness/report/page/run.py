@@ -1,4 +1,4 @@
-"""What the page knows of one run."""
+"""A run as the page, `harness show` and `harness compare` read it from its folder."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """`findings` is None where no gate was asked; an empty tuple means that the gate found nothing. `timing` is what it
     said of the cells' times, where it timed them."""
 
@@ -51,7 +51,7 @@ def read_run(
     label: str | None = None,
     baseline: Path | None = None,
     sensitivity: Path | None = None,
-) -> Run:
+) -> StoredRun:
     """From a run's stored records; `baseline` asks the gate, `sensitivity` is the folder of a study. Without a baseline
     the folder's own gate.json tells, if a gate has written one.
 
@@ -63,7 +63,7 @@ def read_run(
     frame = store.table(stored.records)
     frame.attrs |= told(stored, folder)
     findings, timing = read_gate(folder / JSON)
-    return Run(
+    return StoredRun(
         label=label or folder.resolve().name,
         frame=frame,
         environment=store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None,

@@ -1,15 +1,15 @@
 """The parts of the page that are plain text and tables, in the words that the terminal and summary.md use too."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 
 from harness.environment import Environment
-from harness.gate.findings import Finding
 from harness.record import EQUAL_STATUSES, FAILING
-from harness.report import story
-from harness.report.page.run import Run, Sensitivity
-from harness.report.summary import Verdict, judge, not_ok, summarise
+from harness.report import sparsity, story
+from harness.report.page.run import Sensitivity, StoredRun
+from harness.report.summary import RunVerdict, judge, not_ok, summarise
+from harness.report.table import Column, Table
 from harness.text import ABSENT, first_line, plain, plural, ratio, small
 
 SHOWN = 20  # cells that are not ok, above the table of all
@@ -17,27 +17,6 @@ SHOWN = 20  # cells that are not ok, above the table of all
 TONES = {
     "NOT EQUAL": "bad", "INCOMPLETE": "warn", "NOTHING COMPARED": "none", "WITHIN LIMITS": "good", "EQUAL": "good",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    cells: tuple[str, ...]
-    tone: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    title: str
-    left: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    title: str
-    caption: str
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-    spans: tuple[tuple[str, int], ...] = ()  # titles above several columns each
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +35,7 @@ class Card:
     config: str | None
 
 
-def card(run: Run) -> Card:
+def card(run: StoredRun) -> Card:
     verdict = judge(run.frame)
     headline = story.headline(verdict)
     equal = sum(number for status, number in verdict.statuses.items() if status in EQUAL_STATUSES)
@@ -74,14 +53,14 @@ def card(run: Run) -> Card:
     )
 
 
-def _sentence(verdict: Verdict, equal: int) -> str:
+def _sentence(verdict: RunVerdict, equal: int) -> str:
     known = _approximate_sentence(verdict, equal) if verdict.approximate else _equal_sentence(verdict.cells, equal)
     if not verdict.missing:
         return known
     return f"{verdict.cells:,} of {verdict.cells + verdict.missing:,} cells; {verdict.missing:,} missing. {known}"
 
 
-def _approximate_sentence(verdict: Verdict, equal: int) -> str:
+def _approximate_sentence(verdict: RunVerdict, equal: int) -> str:
     within = f"{plural(verdict.approximate, 'cell is', 'cells are')} within the error metrics that the suite declares"
     rest = verdict.cells - equal
     others = f"; {equal - verdict.approximate:,} equal their reference" if equal > verdict.approximate else ""
@@ -99,50 +78,55 @@ def _equal_sentence(cells: int, equal: int) -> str:
     return f"{equal:,} of {plural(cells, 'cell', 'cells')} equal their reference; {rest}."
 
 
-def not_ok_table(runs: Sequence[Run]) -> Table:
-    titles = ("status", "run", "cell", "why")
-    rows = [
-        Row((str(row["status"]), plain(run.label), plain(row["case_id"]), story.explain(row)), tone_of(row["status"]))
-        for run in runs
-        for row in not_ok(run.frame).head(SHOWN).to_dict("records")
+def not_ok_table(runs: Sequence[StoredRun]) -> Table:
+    """Of each run the first few; where there are several, with the run's name."""
+    rows = [(run.label, row) for run in runs for row in not_ok(run.frame).head(SHOWN).to_dict("records")]
+    columns = [
+        Column("status", lambda row: row[1]["status"], left=True),
+        Column("run", lambda row: row[0], left=True),
+        Column("cell", lambda row: row[1]["case_id"], left=True),
+        Column("why", lambda row: story.explain(row[1]), left=True),
     ]
     total = sum(int((run.frame["status"] != "ok").sum()) for run in runs)
     more = f"; {total - len(rows):,} more in the table of all cells" if total > len(rows) else ""
-    return _without_single_run(
-        Table("", f"Cells that are not ok, the worst kind first{more}", _left(titles), tuple(rows)), runs
-    )
+    caption = f"Cells that are not ok, the worst kind first{more}"
+    table = Table(columns, rows, caption=caption, tone=lambda row: "bad" if row[1]["status"] in FAILING else "warn")
+    return table if len(runs) > 1 else table.without("run")
 
 
-def tone_of(status: Any) -> str:
-    return "bad" if status in FAILING else "warn"
-
-
-def variant_tables(runs: Sequence[Run]) -> list[Table]:
+def variant_tables(runs: Sequence[StoredRun]) -> list[Table]:
     """The three questions of summary.md side by side, one table a run."""
     tables = []
     for run in runs:
-        if run.frame.empty:
-            continue
-        summary = summarise(run.frame)
-        names, groups = story.names(summary), story.groups(summary, ranges=False)
-        columns = [*names, *(column for group in groups for column in group.columns)]
-        rows = tuple(Row(cells) for cells in zip(*(column.cells for column in columns), strict=True))
-        title = f"{plain(run.label)} by variant" if len(runs) > 1 else "By variant"
-        heads = tuple(Column(column.title, column.left) for column in columns)
-        spans = (("", len(names)), *((group.question, len(group.columns)) for group in groups))
-        tables.append(Table(title, "Worst error, weight and speed of each variant", heads, rows, spans))
+        if len(run.frame):
+            title = f"{plain(run.label)} by variant" if len(runs) > 1 else "By variant"
+            caption = "Worst error, weight and speed of each variant"
+            tables.append(replace(story.by_variant(summarise(run.frame)), title=title, caption=caption))
     return tables
 
 
-def environment_table(runs: Sequence[Run]) -> Table:
-    """A column for each run; where they differ, the line says so."""
-    rows = []
-    for field in fields(Environment):
-        values = tuple(_environment_value(run.environment, field.name) for run in runs)
-        differs = len(set(values)) > 1
-        rows.append(Row((field.name.replace("_", " "), *values), "warn" if differs else ""))
-    heads = ("", *(plain(run.label) for run in runs))
-    return Table("", "Environment", _left(heads), tuple(rows))
+def left_out_tables(runs: Sequence[StoredRun]) -> list[Table]:
+    """What approximate kernels skipped, lost and gained: one table for each run that has any."""
+    tables = []
+    for run in runs:
+        if (table := sparsity.sparsity_table(run.approximate)).rows:
+            caption = f"Sparsity, error and latency of the approximate cells of {plain(run.label)}"
+            tables.append(replace(table, title=plain(run.label) if len(runs) > 1 else "", caption=caption))
+    return tables
+
+
+def environment_table(runs: Sequence[StoredRun]) -> Table:
+    """A row for each thing known, a column for each run; where they differ, the line says so."""
+
+    def values(name: str) -> list[str]:
+        return [_environment_value(run.environment, name) for run in runs]
+
+    def of_run(place: int) -> Column:
+        return Column(plain(runs[place].label), lambda name: values(name)[place], left=True)
+
+    columns = [Column("", lambda name: name.replace("_", " "), left=True), *map(of_run, range(len(runs)))]
+    names = [field.name for field in fields(Environment)]
+    return Table(columns, names, caption="Environment", tone=lambda name: "warn" if len(set(values(name))) > 1 else "")
 
 
 def _environment_value(environment: Environment | None, name: str) -> str:
@@ -154,85 +138,84 @@ def _environment_value(environment: Environment | None, name: str) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else plain(value)
 
 
-def gate_table(run: Run) -> Table | None:
-    if run.findings is None:
-        return None
-    failing = sum(finding.fails for finding in run.findings)
-    notes = len(run.findings) - failing
-    counted = f"{failing} failing, {notes} to note" if run.findings else "nothing changed"
-    title = f"{plain(run.label)}: {'FAIL' if failing else 'PASS'}, {counted}"
-    rows = tuple(_finding(finding) for finding in sorted(run.findings, key=lambda finding: not finding.fails))
-    return Table(title, f"Gate of {plain(run.label)}", _left(("", "cell", "what", "change")), rows)
-
-
-def gate_timing_table(run: Run) -> Table | None:
-    """What a gate beside an older commit said of the cells' times; what is clear needs no row."""
-    if not run.timing:
-        return None
-    told = [verdict for verdict in run.timing if verdict.verdict != "pass"]
-    counted = f"{len(run.timing) - len(told):,} of {plural(len(run.timing), 'cell', 'cells')} pass"
-    rows = tuple(
-        Row((each.verdict, plain(each.case_id), plain(each.reason)), "bad" if each.verdict == "regression" else "warn")
-        for each in sorted(told, key=lambda each: each.verdict != "regression")
-    )
-    title = f"{plain(run.label)}, times: {counted}"
-    return Table(title, f"Times of {plain(run.label)}", _left(("verdict", "cell", "why")), rows)
-
-
-def _finding(finding: Finding) -> Row:
-    word, tone = ("fails", "bad") if finding.fails else ("note", "warn")
-    return Row(
-        (word, plain(finding.case_id) or "the whole run", plain(finding.kind), first_line(finding.message)), tone
-    )
+def gate_tables(run: StoredRun) -> list[Table]:
+    """What a gate said of the run and, beside an older commit, of its cells' times."""
+    label, tables = plain(run.label), []
+    if run.findings is not None:
+        failing = sum(finding.fails for finding in run.findings)
+        counted = f"{failing} failing, {len(run.findings) - failing} to note" if run.findings else "nothing changed"
+        columns = [
+            Column("", lambda finding: "fails" if finding.fails else "note", left=True),
+            Column("cell", lambda finding: finding.case_id or "the whole run", left=True),
+            Column("what", lambda finding: finding.kind, left=True),
+            Column("change", lambda finding: first_line(finding.message), left=True),
+        ]
+        rows = sorted(run.findings, key=lambda finding: not finding.fails)
+        title = f"{label}: {'FAIL' if failing else 'PASS'}, {counted}"
+        tables.append(Table(columns, rows, title, f"Gate of {label}", lambda row: "bad" if row.fails else "warn"))
+    if run.timing:
+        unclear = [verdict for verdict in run.timing if verdict.verdict != "pass"]  # what is clear needs no row
+        counted = f"{len(run.timing) - len(unclear):,} of {plural(len(run.timing), 'cell', 'cells')} pass"
+        columns = [
+            Column("verdict", lambda each: each.verdict, left=True),
+            Column("cell", lambda each: each.case_id, left=True),
+            Column("why", lambda each: each.reason, left=True),
+        ]
+        slower = sorted(unclear, key=lambda each: each.verdict != "regression")
+        title = f"{label}, times: {counted}"
+        tones = {"regression": "bad"}
+        tables.append(Table(columns, slower, title, f"Times of {label}", lambda row: tones.get(row.verdict, "warn")))
+    return tables
 
 
 def sensitivity_tables(study: Sensitivity) -> list[Table]:
-    from harness.mutants import result as table
-    from harness.mutants.result import KILLED, NOT_APPLICABLE, SURVIVED
+    from harness.mutants import result
 
-    findings = study.findings
-    score = table.score_of(findings)
+    score = result.score_of(study.findings)
     seen = ABSENT if score.share is None else f"{score.killed:,} of {score.applicable:,} wrong runs were seen"
-    counts = table.saboteurs_frame(findings, list(dict.fromkeys(findings["saboteur"])))
-    counts = counts.sort_values(SURVIVED, ascending=False, kind="stable")
-    number = (*KILLED, SURVIVED, NOT_APPLICABLE)
-    rows = tuple(
-        Row((plain(row["saboteur"]), *(f"{row[name]:,}" for name in number), plain(row["mostly_by"]) or ABSENT),
-            "warn" if row[SURVIVED] else "")
-        for row in counts.to_dict("records")
-    )  # fmt: skip
-    columns = (Column("saboteur"), *(Column(name, left=False) for name in number), Column("first seen by"))
-    limits = table.thresholds_frame(study.cells)
-    names = ("mismatch_median", "mismatch_worst", "seen_median", "seen_worst")
-    limit_rows = tuple(
-        Row((row["dtype"], row["phase"], f"{row['cells']:,}", *(_limit(row[name]) for name in names)))
-        for row in limits.to_dict("records")
-    )
-    heads = (Column("dtype"), Column("phase"),
-             *(Column(name, left=False) for name in ("cells", "mismatch, median", "mismatch, worst", "seen, median",
-                                                     "seen, worst")))  # fmt: skip
+    counts = result.saboteurs_frame(study.findings, list(dict.fromkeys(study.findings["saboteur"])))
+    counts = counts.sort_values(result.SURVIVED, ascending=False, kind="stable")
+    saboteurs = [
+        Column("saboteur", itemgetter("saboteur"), left=True),
+        *(_amount(name, name) for name in (*result.KILLED, result.SURVIVED, result.NOT_APPLICABLE)),
+        Column("first seen by", lambda row: plain(row["mostly_by"]) or ABSENT, left=True),
+    ]
+    limits = [
+        Column("dtype", itemgetter("dtype"), left=True),
+        Column("phase", itemgetter("phase"), left=True),
+        _amount("cells", "cells"),
+        *(
+            _limit(f"{kind}, {which}", f"{kind}_{which}")
+            for kind in ("mismatch", "seen")
+            for which in ("median", "worst")
+        ),
+    ]
     return [
-        Table(seen, "Each saboteur: the cells in which it was seen, and those in which it survived", columns, rows),
-        Table("The smallest error that is seen", "Smallest relative error of the scale still seen", heads, limit_rows),
+        Table(
+            saboteurs,
+            counts.to_dict("records"),
+            seen,
+            "Each saboteur: the cells in which it was seen, and those in which it survived",
+            lambda row: "warn" if row[result.SURVIVED] else "",
+        ),
+        Table(
+            limits,
+            result.thresholds_frame(study.cells).to_dict("records"),
+            "The smallest error that is seen",
+            "Smallest relative error of the scale still seen",
+        ),
     ]
 
 
-def _limit(value: float) -> str:
-    return ratio(value) if value == float("inf") else small(value)
+def _amount(title: str, name: str) -> Column:
+    return Column(title, lambda row: f"{row[name]:,}")
 
 
-def _left(titles: Sequence[str]) -> tuple[Column, ...]:
-    return tuple(Column(title) for title in titles)
+def _limit(title: str, name: str) -> Column:
+    return Column(title, lambda row: ratio(row[name]) if row[name] == float("inf") else small(row[name]))
 
 
-def _without_single_run(table: Table, runs: Sequence[Run]) -> Table:
-    if len(runs) > 1:
-        return table
-    rows = tuple(Row((row.cells[0], *row.cells[2:]), row.tone) for row in table.rows)
-    return Table(table.title, table.caption, (table.columns[0], *table.columns[2:]), rows)
-
-
-def title_of(runs: Sequence[Run]) -> str:
+def title_of(runs: Sequence[StoredRun]) -> str:
     return ", ".join(plain(run.label) for run in runs)
 
 

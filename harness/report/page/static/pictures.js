@@ -45,11 +45,14 @@ const curveOf = (phase, field) => ({
 
 const pictures = {
   tradeoffs: {
-    fields: ["variant", "run", "series", "setting", "kv_bytes_per_token", "latency_ms", "latency_ratio",
-      "latency_ratio_lo", "latency_ratio_hi", "params"],
+    fields: ["variant", "run", "series", "setting", "kv_bytes_per_token", "latency_ms", "low_ms", "high_ms", "cut_ms",
+      "params", "spot", "front"],
+    // On the front is what no cell among those shown beats.
     choose: (rows) => {
       const wanted = setting.value;
-      return rows.filter((row) => row.setting === wanted && isDecode(row));
+      const shown = new Map(rows.filter((row) => row.setting === wanted && isDecode(row)).map((row) => [row.row, row]));
+      return page.tradeoffs.filter(({ row }) => shown.has(row)).map((point) =>
+        ({ ...shown.get(point.row), ...point, front: !point.beatenBy.some((other) => shown.has(other)) }));
     },
     table: () => names("series", "run", "front", "kv_bytes_per_token", "latency_ms", "low_ms", "high_ms", "params", "case_id"),
     none: "no equal decode cell among the rows shown",
