@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from harness.report.page import build_page
-from tests.page_runs import large_run
+from tests.support.page_runs import large_run
 
 BUILD_SECONDS, FILTER_MS, MEGABYTES = 10.0, 200.0, 3.0
 PATIENCE_S = 60

@@ -1,13 +1,13 @@
 """The environment of a run: collected, kept, compared."""
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.environment import Environment, collect
+from tests.support import git
 
 
 def test_collects_what_is_there(tmp_path: Path) -> None:
@@ -47,17 +47,11 @@ def test_names_what_differs(tmp_path: Path) -> None:
 
 
 def test_commit_and_dirty_flag(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        who = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
-        return subprocess.run(
-            ["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
-
-    git("init", "-q")
+    git(tmp_path, "init", "-q")
     assert collect(1, tree=tmp_path).commit is None  # a tree without a commit
-    git("commit", "-q", "--allow-empty", "-m", "first")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "first")
     clean = collect(1, tree=tmp_path)
-    assert clean.commit == git("rev-parse", "HEAD").strip()
+    assert clean.commit == git(tmp_path, "rev-parse", "HEAD")
     assert clean.dirty is False
     (tmp_path / "new.py").write_text("x = 1\n")
     assert collect(1, tree=tmp_path).dirty is True

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.rooms import BEGIN, ORDER, PAGE, back_edges, drawn, module_files
-from tests.support import ROOT
+from tests.support import ROOT, python
 
 TARGETS = ("help", "setup", "bench", "smoke", "test", "check", "nightly", "gate", "report", "clean")
 
@@ -235,8 +234,8 @@ def test_really_starts_without_torch():
     names = ["harness", *(name for area in TORCH_FREE for name in members(area, files))]
     block = "".join(f"sys.modules[{name!r}] = None\n" for name in sorted(NEEDS_TORCH))
     program = f"import importlib, sys\n{block}for name in {names}:\n    importlib.import_module(name)\n"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", program)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize("area", MUST_NOT_IMPORT)

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,15 @@ import pytest
 
 import harness
 from harness import store
-from harness.__main__ import main
 from harness.case import DTYPES, PHASES
 from harness.kernels.names import kernel_names
 from harness.record import COLUMNS
 from harness.suite.schema import REGIMES
 from harness.variants.masks import MASKS
 from harness.variants.specs import VARIANTS
-from tests.support import ROOT
+from tests.support import ROOT, Command, Result, called, python
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 WRONG = Path(ROOT / "tests" / "wrong_kernels.py")
 FILES = (
@@ -63,49 +63,17 @@ SABOTAGE = f"""\
 """
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Result]
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command, in this process, cases too: torch is imported once for all tests."""
+    """The command, in this python, cases too: torch is imported once for all tests."""
 
     def cli(*arguments: str | Path) -> Result:
         words = [str(argument) for argument in arguments]
         if words[:1] == ["run"] and "--executor" not in words:
             words += ["--executor", "here"]
-        try:
-            code = main(words)
-        except SystemExit as left:  # argparse's own
-            code = int(str(left.code))
-        captured = capsys.readouterr()
-        return Result(code, captured.out, captured.err)
+        return called(capsys, *words)
 
     return cli
-
-
-def process(*arguments: str | Path) -> Result:
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def write(text: str | bytes, name: str = "c.yaml") -> Path:
@@ -503,7 +471,7 @@ print("loaded:", *(name for name in {heavy} if name in sys.modules))
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["run"]], ids=" ".join)
 def test_help_imports_nothing_heavy(arguments: list[str]):
-    result = process("-c", PROBE.format(heavy=HEAVY), *arguments)
+    result = python("-c", PROBE.format(heavy=HEAVY), *arguments)
     assert result.out.splitlines()[-1] == "loaded:", result
 
 
@@ -512,7 +480,7 @@ def test_plans_and_reports_never_import_torch(cli: Command):
     assert cli("run", config, "--out", "done").code == 0
     assert cli("gate", "done", "--accept").code == 0
     probe = PROBE.format(heavy=("torch",)).replace("main(sys.argv[1:])", "[main(a.split()) for a in sys.argv[1:]]")
-    result = process("-c", probe, "list", "run c.yaml --dry-run", "report done", "gate done")
+    result = python("-c", probe, "list", "run c.yaml --dry-run", "report done", "gate done")
     assert result.out.splitlines()[-1] == "loaded:", result
     assert "gate tiny: PASS" in result.out
 
@@ -589,15 +557,15 @@ def test_a_run_that_got_worse_fails_the_gate(cli: Command):
 def test_python_m_harness_from_end_to_end():
     Path("mine.py").write_text(WRONG.read_text())
     write(ONE)
-    good = process("-m", "harness", "run", "c.yaml", "--kernel", "mine.py:textbook")
+    good = python("-m", "harness", "run", "c.yaml", "--kernel", "mine.py:textbook")
     assert good.code == 0, good
     assert good.out.startswith("EQUAL  1 cell: 1 ok")
     assert good.err == ""
     assert list(table()["kernel"]) == ["mine.py:textbook"]
-    bad = process("-m", "harness", "run", "c.yaml", "--kernel", "mine.py:causal_off_by_one")
+    bad = python("-m", "harness", "run", "c.yaml", "--kernel", "mine.py:causal_off_by_one")
     assert bad.code == 1, bad
     assert bad.out.startswith("NOT EQUAL  1 cell: 1 mismatch")
-    broken = process("-m", "harness", "run", "c.yaml", "--shard", "0/1")
+    broken = python("-m", "harness", "run", "c.yaml", "--shard", "0/1")
     assert broken.code == 2
 
 
@@ -662,7 +630,7 @@ def test_an_interrupt_says_how_to_go_on_and_that_works(cli: Command, monkeypatch
 
 def test_a_run_in_workers_is_the_default_and_gives_the_same_table(cli: Command):
     write(ONE.replace("variant: mha", "variant: [mha, mqa]"))
-    workers = process("-m", "harness", "run", "c.yaml", "--out", "workers")
+    workers = python("-m", "harness", "run", "c.yaml", "--out", "workers")
     assert workers.code == 0, workers
     assert cli("run", "c.yaml", "--out", "here").code == 0
     pd.testing.assert_frame_equal(table("workers"), table("here"))

@@ -1,16 +1,13 @@
 """Every verdict of `harness doctor`, from made-up machines."""
 
 import errno
-import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from harness.__main__ import main
 from harness.doctor import Diagnosis, machine, noise, software
@@ -19,6 +16,7 @@ from harness.doctor.machine import cpu_quota, memory_limit
 from harness.doctor.noise import NoiseStudy, Trial, spread, study
 from harness.report.doctor import print_examination
 from harness.suite.schema import Timing
+from tests.support import printed, python
 
 GIB = 2**30
 QUIET = NoiseStudy(tuple(Trial("L=64", ratio, True, 1.2) for ratio in (0.995, 1.005, 1.0)))
@@ -329,9 +327,7 @@ def test_the_report_fits_eighty_columns():
         Diagnosis("processor", "ok", "word " * 40),
         Diagnosis("results", "bad", "/a/very/long/path" * 20 + "\x1b[31m[/red]", "do this " * 30, prevents_runs=True),
     )
-    console = Console(width=80, record=True, file=io.StringIO())
-    print_examination(Examination(findings, QUIET), console)
-    text = console.export_text()
+    text = printed(lambda console: print_examination(Examination(findings, QUIET), console))
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "-> do this" in text and "runs are impossible" in text.splitlines()[-1] and "\x1b" not in text
     assert "one after the other" in text
@@ -384,5 +380,5 @@ def test_the_real_calls_are_attention():
 def test_help_does_not_load_torch():
     command = "from harness.__main__ import main\ntry: main(['doctor', '--help'])\n"
     code = f"import sys\n{command}finally: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "False"
+    done = python("-c", code)
+    assert done.code == 0 and done.out.splitlines()[-1] == "False"

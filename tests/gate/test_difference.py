@@ -1,5 +1,6 @@
 """`harness compare` and `harness.load`: two runs side by side, what differs and how much."""
 
+import functools
 import io
 import itertools
 from dataclasses import replace
@@ -20,7 +21,9 @@ from harness.record import COLUMNS, STATUS_SEVERITY, STATUSES, Record
 from harness.report.difference import changes, counts_line, csv, environment_lines, mark_of, markdown, print_differences
 from harness.report.page import read_run, write_own_page
 from harness.report.terminal import print_entry
-from tests.page_runs import HERE, HOSTILE, record, run
+from tests.support import printed
+from tests.support.page_runs import HOSTILE, record, run
+from tests.support.records import HERE, folder
 
 
 def compared(before: Record, after: Record) -> Difference:
@@ -171,10 +174,8 @@ def test_the_largest_difference_comes_first():
 
 
 def shown(before, after, width: int = 80, **options) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    print_differences((before, after), compare_runs(before.frame, after.frame), console, **options)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    cells = compare_runs(before.frame, after.frame)
+    return printed(lambda console: print_differences((before, after), cells, console, **options), width)
 
 
 def test_the_summary_counts_and_names_environments():
@@ -235,11 +236,7 @@ def test_csv_has_both_sides():
 # ---- the command, and harness.load -----------------------------------------------------------------------------------
 
 
-def stored(path: Path, *records: Record) -> Path:
-    with store.RunFolder.create(path, "smoke") as folder:
-        folder.append_all(records)
-    store.write_environment(folder.path, HERE)
-    return path
+stored = functools.partial(folder, config=None)
 
 
 @pytest.mark.parametrize("layout", ["table", "md", "csv"])

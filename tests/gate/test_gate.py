@@ -11,29 +11,15 @@ import pandas as pd
 import pytest
 
 from harness import store
-from harness.environment import Environment
 from harness.gate import exact
 from harness.gate.baseline import accept, edited, read_baseline, read_gated_run
 from harness.gate.exact import exact_findings
 from harness.gate.findings import EXACT, PEAK, Finding, GateError
 from harness.gate.worker import PROTOCOL
 from harness.record import Record
-from harness.store import RunFolder
 from harness.suite.config import load_suite
 from tests.support import ROOT
-
-HERE = Environment("3.11", "2.13", "2", "3", "0.1", "Linux", "CPU", 2, 2, 2**30, "c0ffee", False)
-NUMBERS = {"params": 100, "ref_params": 100, "kv_cache_bytes": 4096, "kv_bytes_per_token": 32.0, "flops": 1000}
-
-
-def record(case_id: str = "a", **values: Any) -> Record:
-    axes: dict[str, Any] = {
-        "variant": "mha", "kernel": "eager", "reference": "torch_mha", "embed_dim": 256, "heads": 8, "kv_heads": 8,
-        "head_dim": 32, "seq_len": 128, "kv_len": 128, "batch": 1, "mask": "none", "dtype": "float32",
-        "phase": "prefill", "bias": True, "q_lora_rank": None, "kv_lora_rank": None, "rope_head_dim": None,
-        "v_head_dim": None, "status": "ok", "err_ratio": 1.2, **NUMBERS,
-    }  # fmt: skip
-    return Record(case_id=case_id, **(axes | values))
+from tests.support.records import COUNTS, HERE, folder, record
 
 
 def compare(before: list[Record], after: list[Record]) -> tuple[Finding, ...]:
@@ -57,12 +43,12 @@ def test_the_same_run_passes() -> None:
 @pytest.mark.parametrize("column", EXACT)
 @pytest.mark.parametrize("step", [1, -1])
 def test_one_more_or_less_fails(column: str, step: int) -> None:
-    found = changed({}, {column: NUMBERS[column] + step})
+    found = changed({}, {column: COUNTS[column] + step})
     assert found is not None
     assert found.fails
     assert found.kind == column
-    assert str(NUMBERS[column]) in found.message
-    assert str(NUMBERS[column] + step) in found.message
+    assert str(COUNTS[column]) in found.message
+    assert str(COUNTS[column] + step) in found.message
 
 
 @pytest.mark.parametrize("column", EXACT)
@@ -212,7 +198,7 @@ def test_an_empty_baseline_fails() -> None:
 
 
 def test_no_message_repeats_its_kind_or_says_1_cells() -> None:
-    worse: dict[str, Any] = {name: value + 1 for name, value in NUMBERS.items()}
+    worse: dict[str, Any] = {name: value + 1 for name, value in COUNTS.items()}
     worse |= {"status": "mismatch", "err_ratio": 9.0, PEAK: 1001}
     findings = [
         *compare([record(peak_bytes=1000)], [record(**worse, latency_ms=1.0)]),
@@ -237,15 +223,6 @@ def test_duplicates_fail() -> None:
 def test_a_table_without_a_gated_column_is_refused() -> None:
     with pytest.raises(GateError, match="baseline's table has no column flops"):
         exact_findings(store.table([record()]), store.table([record()]).drop(columns="flops"))
-
-
-def folder(path: Path, *records: Record, config: str = "name: smoke\n", environment: Environment = HERE) -> Path:
-    run = RunFolder.create(path, "smoke")
-    for one in records:
-        run.append(one)
-    store.write_config(path, config)
-    store.write_environment(path, environment)
-    return path
 
 
 def test_no_baseline_tells_the_command(tmp_path: Path) -> None:
@@ -305,7 +282,7 @@ def test_accepting_shows_another_machine_or_config_and_warns_of_failing_cells(tm
 
 
 def test_a_cell_that_fails_now_is_told_once_with_its_own_words() -> None:
-    nothing: dict[str, Any] = dict.fromkeys(("err_ratio", *NUMBERS))
+    nothing: dict[str, Any] = dict.fromkeys(("err_ratio", *COUNTS))
     broken = record(**nothing | {"status": "error", "error": "ValueError: boom\n  in gqa"})
     (found,) = compare([record()], [broken])
     assert (found.kind, found.message) == ("status", "ok -> error: ValueError: boom in gqa")

@@ -30,17 +30,11 @@ from harness.gate.versions import (
 )
 from harness.report.gate_text import SHOWN, print_timing
 from harness.workers.interrupts import Terminated
-from tests.gate.test_gate import folder, record
 from tests.report.test_gate_outputs import verdict
-from tests.support import ROOT
+from tests.support import ROOT, git
+from tests.support.records import folder, record
 
 PACKAGES = [entry for entry in sys.path if entry and Path(entry).resolve() != ROOT]
-
-
-def git(where: Path, *words: str) -> str:
-    name = ["-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", *name, *words], cwd=where, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 @pytest.fixture
@@ -372,7 +366,7 @@ def test_a_night_that_decides_nothing_is_no_pass(
     assert told["verdict"] == "INCONCLUSIVE" and told["passed"] is False
 
 
-@pytest.mark.parametrize("kernel", ["nosuch", "/no/such.py:f", "sparse?nosuch=1", "tests/support.py:not a name"])
+@pytest.mark.parametrize("kernel", ["nosuch", "/no/such.py:f", "sparse?nosuch=1", "tests/rooms.py:not a name"])
 def test_a_kernel_that_nobody_has_is_bad_input(
     kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from harness.gate.process import Died, Refused
 from harness.gate.sampling import CellFailed, Plan, Round, Sampler, VersionProcesses
 from harness.gate.statistics import HEAD, NOTHING, TWIN, Estimate, Level, adjust, decide, estimate
 from harness.gate.versions import Version
+from tests.support import python
 
 SETTINGS = TimingSettings(seed=0)
 LEVEL = Level(night=0.02, cells=1, looks=1)
@@ -645,11 +646,8 @@ def test_a_users_file_is_each_versions_own_inside_the_tree(tmp_path: Path) -> No
 
 
 def test_importing_needs_no_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, harness.gate.timing, harness.commands.gate; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert python("-c", code).code == 0
 
 
 def test_looks_are_a_fixed_schedule() -> None:

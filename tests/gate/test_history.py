@@ -1,6 +1,5 @@
 """The history keeps every night, and finds a step at its night, between its commits, and none in noise."""
 
-import io
 import itertools
 import os
 import shutil
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from harness import store
 from harness.__main__ import main
@@ -24,8 +22,8 @@ from harness.gate.nights import COLUMNS, HistoryError
 from harness.gate.trend import fewest_nights, trends
 from harness.record import Record
 from harness.report.trend import print_trends, trends_markdown
-from harness.store import RunFolder
-from tests.gate.test_gate import HERE, record
+from tests.support import printed
+from tests.support.records import HERE, folder, record
 
 START = datetime(2026, 1, 1, 2, 17, tzinfo=UTC)
 numbers = itertools.count()
@@ -34,11 +32,7 @@ numbers = itertools.count()
 def night(root: Path, *records: Record, day: float = 0, environment: Environment = HERE, suite: str = "smoke") -> Path:
     """Its files are as new as this test: the night is that of the folder's name."""
     path = root / f"run-{START + timedelta(days=day):%Y%m%dT%H%M%SZ}-{next(numbers)}"
-    with RunFolder.create(path, suite) as run:
-        run.append_all(records)
-    store.write_config(path, f"name: {suite}\n")
-    store.write_environment(path, environment)
-    return path
+    return folder(path, *records, suite=suite, config=f"name: {suite}\n", environment=environment)
 
 
 def history(ratios: dict[str, list[float]], *, machine: str = "A", **columns: Any) -> pd.DataFrame:
@@ -75,7 +69,7 @@ def test_a_night_has_a_row_per_cell_with_where_it_came_from(tmp_path: Path) -> N
     assert list(frame.columns) == list(COLUMNS)
     first, second = frame.to_dict("records")
     assert (first["case_id"], first["status"], first["latency_ratio"], first["peak_bytes"]) == ("a", "ok", 1.5, 9)
-    assert (first["commit"], first["torch"], first["cpu"], first["suite"]) == ("c0ffee", "2.13", "CPU", "smoke")
+    assert (first["commit"], first["torch"], first["cpu"], first["suite"]) == ("c0ffee", "2.13", HERE.cpu, "smoke")
     assert first["time"] == pd.Timestamp(START)
     assert (second["case_id"], second["status"]) == ("b", "error")
     assert pd.isna(second["latency_ratio"])
@@ -358,9 +352,8 @@ def test_a_cells_name_cannot_end_the_block_of_the_page() -> None:
 
 
 def shown(frame: pd.DataFrame, metric: str = "latency_ratio") -> str:
-    console = Console(width=100, record=True, file=io.StringIO())
-    print_trends(trends(frame, metric=metric), console, suite="s", metric=metric)
-    return console.export_text()
+    found = trends(frame, metric=metric)
+    return printed(lambda console: print_trends(found, console, suite="s", metric=metric), width=100)
 
 
 @pytest.mark.parametrize("cells", [1, 3, 32])
@@ -404,9 +397,8 @@ def test_an_exact_metric_needs_two_nights() -> None:
 
 def test_the_same_commit_on_both_sides_is_said() -> None:
     frame = history({"a": stepped(20, 10, by=0.3)}, commit=["c00"] * 20)
-    console = Console(width=100, record=True, file=io.StringIO())
-    print_trends(trends(frame), console, suite="s", metric="latency_ratio", every=True)
-    assert "the code is the same" in console.export_text()
+    text = printed(lambda console: print_trends(trends(frame), console, suite="s", metric="latency_ratio", every=True))
+    assert "the code is the same" in text
 
 
 @pytest.mark.parametrize("commits", [["c00"] * 20, [f"c{day:02}" for day in range(20)]])

@@ -22,8 +22,8 @@ from harness.gate.sampling import Sampler, VersionProcesses
 from harness.gate.timing import judge_times
 from harness.gate.versions import Version, folder_version
 from harness.gate.worker import PROTOCOL, answer_hello
-from tests.gate.test_gate_base import PACKAGES, git
-from tests.support import ROOT
+from tests.gate.test_gate_base import PACKAGES
+from tests.support import ROOT, git
 
 CASE = Case("gqa", "eager", 32, 4, 2, 8, 24, 1, "none", "float32", "prefill")
 HELLO = '{"protocol":1,"threads":1,"allowed":1099511627776,"path":["/packages"]}'

@@ -14,7 +14,7 @@ import harness
 from harness.kernels import grouped
 from harness.kernels.eager import eager
 from harness.kernels.names import FEW
-from tests.allocations import allocations
+from tests.support.allocations import allocations
 
 INF = float("inf")
 

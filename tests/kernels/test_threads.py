@@ -1,7 +1,5 @@
 """Pieces of work over threads: each once, failures told, nothing left changed."""
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -10,6 +8,7 @@ import torch
 
 from harness.kernels import threads
 from harness.kernels.threads import spread
+from tests.support import python
 
 ROOMS = [torch.empty(1), torch.empty(1)]
 AT_THE_END = """
@@ -51,8 +50,8 @@ print(sorted(done) == [*range(9)], torch.get_num_threads())
 
 
 def test_fewer_rooms_than_threads_leave_torchs_threads_as_they_were():
-    told = subprocess.run([sys.executable, "-c", NUMBER_OF_THREADS], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["True", "4"]
+    told = python("-c", NUMBER_OF_THREADS)
+    assert (told.code, told.out.split()) == (0, ["True", "4"]), told.err
 
 
 def test_a_failure_is_told_and_ends_the_work():
@@ -86,8 +85,8 @@ def test_new_threads_still_get_the_process_s_number():
 
 
 def test_a_thread_that_outlives_the_main_one_still_gets_its_attention():
-    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "True\n", done.stderr
+    done = python("-c", AT_THE_END)
+    assert done.out == "True\n", done.err
 
 
 def test_a_failure_is_told_when_nobody_works_any_more():

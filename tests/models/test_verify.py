@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.__main__ import main
 from harness.errors import BadInput
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager
@@ -26,8 +25,10 @@ from harness.models.verify.forward import Place, captured
 from harness.models.verify.golden import draw_all, true_double
 from harness.models.verify.result import STEPS
 from harness.swaps import swap
-from tests import verify_models
-from tests.support import ROOT
+from tests import support, verify_models
+from tests.support import ROOT, called
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 HERE = ROOT / "tests"
 MODELS, WRONG = HERE / "verify_models.py", HERE / "wrong_kernels.py"
@@ -35,12 +36,7 @@ DEEPER = {"transformers": {"num_hidden_layers": 3}, "diffusers": {"num_layers": 
 Tamper = Callable[[nn.Module], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
+class Result(support.Result):
     @property
     def marks(self) -> str:
         """One for each step: ✓, ✗ or -."""
@@ -50,22 +46,10 @@ class Result:
 Command = Callable[..., Result]
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Command:
     def cli(*arguments: str | Path) -> Result:
-        try:
-            code = main(["verify", *map(str, arguments)])
-        except SystemExit as left:  # argparse's own
-            code = int(str(left.code))
-        captured = capsys.readouterr()
-        return Result(code, captured.out, captured.err)
+        return Result(**vars(called(capsys, "verify", *arguments)))
 
     return cli
 

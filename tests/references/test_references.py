@@ -1,6 +1,8 @@
 """The references agree with each other, with transformers, and with plain formulas: what judges must be right."""
 
+import functools
 import importlib
+import itertools
 import math
 import pkgutil
 from typing import Any
@@ -11,57 +13,21 @@ from torch import Tensor, nn
 
 import harness.references
 from harness.case import Case
-from harness.cell.build import build_pair, randomise, steps_of
+from harness.cell.build import Side, build_pair, steps_of
 from harness.cell.referee import fast_path_off, run_steps
 from harness.kernels.front import find_kernel
 from harness.references import Reference, sdpa, torch_mha
-from harness.references.sdpa import SdpaAttention, StaticKV
+from harness.references.sdpa import StaticKV
 from harness.references.sdpa_mla import ExpandedMLA, rotate_pairs
 from harness.variants.masks import MASKS, dense, positions
 from harness.variants.specs import VARIANTS
+from tests.support.attention import as_torch, assert_same, draw_tokens, filled, make_case
 
 E, H, S, B = 24, 4, 9, 2
 EPS = torch.finfo(torch.float64).eps
+case_of = functools.partial(make_case, embed_dim=E, heads=H, seq_len=S, batch=B, mask="none", dtype="float64")
+tokens = functools.partial(draw_tokens, batch=B, length=S, width=E)
 every_mask = pytest.mark.parametrize("mask", list(MASKS))
-
-
-def case_of(variant: str, **changes: Any) -> Case:
-    raw: dict[str, Any] = dict.fromkeys(("head_dim", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"))
-    raw |= {"embed_dim": E, "heads": H, "kv_heads": 2} | {k: changes.pop(k) for k in list(changes) if k in raw}
-    options: dict[str, Any] = {
-        "kernel": "eager",
-        "seq_len": S,
-        "batch": B,
-        "mask": "none",
-        "dtype": "float64",
-        "phase": "prefill",
-    }
-    options |= {"embed_dim": E, "heads": H} | VARIANTS[variant].resolve(raw)
-    return Case(variant=variant, **options | changes)
-
-
-def tokens(length: int = S, batch: int = B) -> Tensor:
-    return torch.randn(batch, length, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def ready(module: Any) -> Any:
-    randomise(module, torch.Generator().manual_seed(0))
-    return module.double().eval()
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    assert actual.shape == expected.shape
-    limit = 300 * EPS * max(1.0, float(expected.detach().abs().max()))
-    assert float((actual - expected).detach().abs().max()) <= limit
-
-
-def as_torch(module: SdpaAttention) -> nn.MultiheadAttention:
-    theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64).eval()
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([module.wq.weight, module.wk.weight, module.wv.weight]))
-        theirs.in_proj_bias.copy_(torch.cat([module.wq.bias, module.wk.bias, module.wv.bias]))
-        theirs.out_proj.load_state_dict(module.wo.state_dict())
-    return theirs
 
 
 def dense_of(case: Case, queries: range = range(S), keys: range = range(S)) -> Tensor | None:
@@ -81,14 +47,17 @@ def is_plain_causal(case: Case) -> bool:
 def test_sdpa_module_equals_torch_mha_with_the_same_weights(mask: str) -> None:
     """Two independent ways, two mask conventions, one result: once torch's fast path, which misreads masks, is off."""
     case = case_of("mha", mask=mask)
-    module = ready(sdpa.build(case))
-    theirs, x = as_torch(module), tokens()
+    module, x = filled(sdpa.build(case)), tokens()
+    theirs = as_torch(module.wq, module.wk, module.wv, module.wo, heads=H)
     mask_tensor, plain = dense_of(case), is_plain_causal(case)
-    ours = sdpa.REFERENCE.run(module, x, sdpa.view(case, mask_tensor, plain), None, False)[0]
-    with fast_path_off():
-        expected = torch_mha.REFERENCE.run(theirs, x, torch_mha.view(case, mask_tensor, plain), None, False)[0]
-    assert_same(ours, expected)
-    assert bool(expected.isfinite().all())
+    view, their_view = sdpa.view(case, mask_tensor, plain), torch_mha.view(case, mask_tensor, plain)
+
+    def expected(x: Tensor) -> Tensor:
+        with fast_path_off():
+            return torch_mha.REFERENCE.run(theirs, x, their_view, None, False)[0]
+
+    assert_same(lambda x: sdpa.REFERENCE.run(module, x, view, None, False)[0], expected, x)
+    assert bool(expected(x).isfinite().all())
 
 
 @every_mask
@@ -96,35 +65,39 @@ def test_sdpa_module_equals_torch_mha_with_the_same_weights(mask: str) -> None:
 def test_torch_mha_gets_true_for_blocked(mask: str) -> None:
     """Its weights, by loops over plain numbers: 0 exactly where the mask blocks, biased where it has a bias."""
     case = case_of("mha", mask=mask)
-    module, x = ready(torch_mha.build(case)), tokens()
-    view = torch_mha.view(case, dense_of(case), is_plain_causal(case))
+    module, x = filled(torch_mha.build(case)), tokens()
+    table = dense_of(case)
+    view = torch_mha.view(case, table, is_plain_causal(case))
     _, weights = torch_mha.REFERENCE.run(module, x, view, None, True)
     assert weights is not None
     assert weights.shape == (B, H, S, S)
-    q, k, _ = (x @ module.in_proj_weight.T + module.in_proj_bias).chunk(3, dim=-1)
     scale = (E // H) ** -0.5
-    table = dense_of(case)
-    for b in range(B):
-        for h in range(H):
+    entries = None if table is None else table.expand(B, H, S, S).tolist()
+
+    def by_loops(x: Tensor) -> Tensor:
+        q, k, _ = (x @ module.in_proj_weight.T + module.in_proj_bias).chunk(3, dim=-1)
+        expected = torch.full((B, H, S, S), math.nan, dtype=torch.float64)  # torch's own policy: which is why 0 is ours
+        for b, h, i in itertools.product(range(B), range(H), range(S)):
             channels = slice(h * E // H, (h + 1) * E // H)
-            for i in range(S):
-                scores = []
-                for j in range(S):
-                    score = float(q[b, i, channels] @ k[b, j, channels]) * scale
-                    entry = None if table is None else table.expand(B, H, S, S)[b, h, i, j]
-                    if entry is not None and entry.dtype == torch.bool:
-                        score = score if bool(entry) else -math.inf
-                    elif entry is not None:
-                        score += float(entry)
-                    scores.append(score)
-                top = max(scores)
-                if top == -math.inf:
-                    assert bool(weights[b, h, i].isnan().all())  # torch's own policy: which is why 0 is ours
-                    continue
+            scores = []
+            for j in range(S):
+                score = float(q[b, i, channels] @ k[b, j, channels]) * scale
+                entry = 0.0 if entries is None else entries[b][h][i][j]
+                if isinstance(entry, bool):
+                    score = score if entry else -math.inf
+                else:
+                    score += entry
+                scores.append(score)
+            top = max(scores)
+            if top > -math.inf:
                 exponentials = [math.exp(score - top) for score in scores]
-                expected = torch.tensor([e / sum(exponentials) for e in exponentials], dtype=torch.float64)
-                assert_same(weights[b, h, i], expected)
-                assert [float(w) == 0.0 for w in weights[b, h, i]] == [score == -math.inf for score in scores]
+                expected[b, h, i] = torch.tensor([e / sum(exponentials) for e in exponentials], dtype=torch.float64)
+        return expected
+
+    assert_same(lambda x: torch_mha.REFERENCE.run(module, x, view, None, True)[1], by_loops, x)
+    expected = by_loops(x)
+    assert torch.equal(weights == 0, expected == 0)
+    assert torch.equal(weights.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("variant", ["mqa", "gqa"])
@@ -133,19 +106,23 @@ def test_torch_mha_gets_true_for_blocked(mask: str) -> None:
 def test_grouped_reference_equals_a_loop_over_heads(variant: str, mask: str) -> None:
     case = case_of(variant, mask=mask, head_dim=5)
     assert case.kv_heads is not None
-    module, x = ready(sdpa.build(case)), tokens()
+    module, x = filled(sdpa.build(case)), tokens()
     table = dense_of(case)
-    out = sdpa.REFERENCE.run(module, x, sdpa.view(case, table, is_plain_causal(case)), None, False)[0]
-    heads = []
-    for h in range(H):
-        mine, shared = slice(5 * h, 5 * h + 5), h // (H // case.kv_heads)
-        theirs = slice(5 * shared, 5 * shared + 5)
-        scores = module.wq(x)[..., mine] @ module.wk(x)[..., theirs].mT * 5**-0.5
-        if table is not None:
-            entry = table.expand(B, H, S, S)[:, h]
-            scores = scores.masked_fill(~entry, -math.inf) if entry.dtype == torch.bool else scores + entry
-        heads.append(torch.softmax(scores, dim=-1).nan_to_num(0.0) @ module.wv(x)[..., theirs])
-    assert_same(out, module.wo(torch.cat(heads, dim=-1)))
+    group = H // case.kv_heads
+
+    def by_heads(x: Tensor) -> Tensor:
+        heads = []
+        for h in range(H):
+            mine, theirs = slice(5 * h, 5 * h + 5), slice(5 * (h // group), 5 * (h // group) + 5)
+            scores = module.wq(x)[..., mine] @ module.wk(x)[..., theirs].mT * 5**-0.5
+            if table is not None:
+                entry = table.expand(B, H, S, S)[:, h]
+                scores = scores.masked_fill(~entry, -math.inf) if entry.dtype == torch.bool else scores + entry
+            heads.append(torch.softmax(scores, dim=-1).nan_to_num(0.0) @ module.wv(x)[..., theirs])
+        return module.wo(torch.cat(heads, dim=-1))
+
+    view = sdpa.view(case, table, is_plain_causal(case))
+    assert_same(lambda x: sdpa.REFERENCE.run(module, x, view, None, False)[0], by_heads, x)
 
 
 # The masks as each reference takes them.
@@ -188,11 +165,12 @@ def test_views_mean_the_dense_mask(mask: str) -> None:
 def test_reference_and_candidate_get_the_same_mask(variant: str, mask: str) -> None:
     """The dense form on one side, structure and remainder on the other: the outputs say whether they mean the same."""
     pair = build_pair(case_of(variant, mask=mask), find_kernel("eager"), seed=0)
-    x = tokens()
-    with fast_path_off():
-        expected = pair.reference.forward(pair.reference.module, x, pair.reference.views[0], None, False)[0]
-    actual = pair.candidate.forward(pair.candidate.module, x, pair.candidate.views[0], None, False)[0]
-    assert_same(actual, expected)
+
+    def run(side: Side, x: Tensor) -> Tensor:
+        with fast_path_off():
+            return side.forward(side.module, x, side.views[0], None, False)[0]
+
+    assert_same(functools.partial(run, pair.candidate), functools.partial(run, pair.reference), tokens())
 
 
 # Decode.
@@ -208,7 +186,7 @@ def test_static_cache_decode_equals_the_full_forward(variant: str, mask: str) ->
     steps = steps_of(case)
     assert [len(queries) for queries, _ in steps] == [5, 1, 1, 1, 1]
     assert steps[-1] == (range(S - 1, S), range(S))
-    out, cache = run_steps(pair, pair.reference, x)
+    _, cache = run_steps(pair, pair.reference, x)
     assert isinstance(cache, StaticKV)
     assert cache.length == S
     # A mask that is not causal cannot show a step the tokens that have not come yet.
@@ -218,8 +196,12 @@ def test_static_cache_decode_equals_the_full_forward(variant: str, mask: str) ->
         whole = arrived if table is None else arrived & table
     else:
         whole = table.masked_fill(~arrived, -math.inf)
-    assert_same(out, pair.reference.module(x, attn_mask=whole))
-    assert_same(run_steps(pair, pair.candidate, x)[0], out)
+
+    def stepwise(x: Tensor) -> Tensor:
+        return run_steps(pair, pair.reference, x)[0]
+
+    assert_same(stepwise, lambda x: pair.reference.module(x, attn_mask=whole), x)
+    assert_same(lambda x: run_steps(pair, pair.candidate, x)[0], stepwise, x)
 
 
 def test_static_cache_holds_crops_and_refuses_what_does_not_fit() -> None:
@@ -238,7 +220,7 @@ def test_static_cache_holds_crops_and_refuses_what_does_not_fit() -> None:
 
 
 def test_torch_mha_refuses_a_cache() -> None:
-    module = ready(torch_mha.build(case_of("mha")))
+    module = filled(torch_mha.build(case_of("mha")))
     with pytest.raises(AssertionError, match="no KV cache"):
         torch_mha.REFERENCE.run(module, tokens(), {"attn_mask": None, "is_causal": False}, StaticKV(S), False)
 
@@ -268,7 +250,7 @@ def test_expanded_mla_equals_transformers(q_rank: int | None) -> None:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
     case = case_of("mla", q_lora_rank=q_rank, bias=False, kv_lora_rank=10, rope_head_dim=4, v_head_dim=5)
-    ours: Any = ready(ExpandedMLA(case))
+    ours: Any = filled(ExpandedMLA(case))
     config = DeepseekV3Config(
         hidden_size=E,
         num_attention_heads=H,
@@ -294,20 +276,30 @@ def test_expanded_mla_equals_transformers(q_rank: int | None) -> None:
     angles = torch.outer(torch.arange(S).double(), 10_000.0 ** (-torch.arange(0, 4, 2).double() / 4))
     both = torch.cat((angles, angles), dim=-1)[None]
     causal, x = torch.ones(S, S, dtype=torch.bool).tril()[None, None], tokens()
-    expected, _ = theirs(x, (both.cos(), both.sin()), causal)
-    assert_same(ours(x, is_causal=True), expected)
-    theirs_cache, ours_cache = DynamicCache(), StaticKV(S)
-    for start, end in [(0, 6), (6, 7), (7, 8), (8, 9)]:
-        rows = slice(start, end)
-        step, _ = theirs(
-            x[:, rows],
-            (both.cos()[:, rows], both.sin()[:, rows]),
-            causal[:, :, rows, :end],
-            past_key_values=theirs_cache,
+
+    def expected(x: Tensor) -> Tensor:
+        return theirs(x, (both.cos(), both.sin()), causal)[0]
+
+    def their_steps(x: Tensor) -> tuple[Tensor, ...]:
+        cache = DynamicCache()
+        return tuple(
+            theirs(
+                x[:, rows],
+                (both.cos()[:, rows], both.sin()[:, rows]),
+                causal[:, :, rows, : rows.stop],
+                past_key_values=cache,
+            )[0]
+            for rows in steps
         )
-        ours_step = ours(x[:, rows], attn_mask=causal[:, :, rows, :end], past=ours_cache)
-        assert_same(ours_step, step)
-        assert_same(ours_step, expected[:, rows])
+
+    def our_steps(x: Tensor) -> tuple[Tensor, ...]:
+        cache = StaticKV(S)
+        return tuple(ours(x[:, rows], attn_mask=causal[:, :, rows, : rows.stop], past=cache) for rows in steps)
+
+    steps = [slice(0, 6), slice(6, 7), slice(7, 8), slice(8, 9)]
+    assert_same(lambda x: ours(x, is_causal=True), expected, x)
+    assert_same(our_steps, their_steps, x)
+    assert_same(our_steps, lambda x: tuple(expected(x)[:, rows] for rows in steps), x)
 
 
 # The registry of references.

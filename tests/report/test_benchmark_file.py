@@ -18,7 +18,7 @@ from harness import store
 from harness.__main__ import main
 from harness.record import Record
 from harness.report.benchmark_file import BENCHMARKS, describe, write_benchmarks
-from tests.gate.test_gate import HERE, folder, record
+from tests.support.records import HERE, folder, record
 
 SAMPLES = {"candidate": [0.002, 0.001, 0.003, 0.0015, 0.0025], "reference": [0.001, 0.001, 0.0012, 0.0011, 0.0009]}
 COMPARE = "import sys; from pytest_benchmark.cli import main; main()"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.report.page import build_page
-from tests.page_runs import HOSTILE, hostile_run, large_run, small_run
+from tests.support.page_runs import HOSTILE, hostile_run, large_run, small_run
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

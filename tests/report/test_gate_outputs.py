@@ -18,7 +18,7 @@ from harness.gate.findings import Finding, GateOutcome, TimingVerdict
 from harness.report.gate_files import WHOLE_NIGHT, WHOLE_RUN, gate_json, junit_xml, write_outputs
 from harness.report.gate_text import MOST_ROWS as SHOWN
 from harness.report.gate_text import gate_markdown
-from tests.gate.test_gate import folder, record
+from tests.support.records import folder, record
 
 GREW = Finding("a", "kv_cache_bytes", "4096 -> 4097", True)
 NOTED = Finding("", "environment", "torch 2.13 -> 2.14", False)

@@ -22,7 +22,8 @@ from harness.report.page import rows as page_rows
 from harness.report.page.build import _json
 from harness.store.reading import labels
 from harness.store.records import dumps
-from tests.page_runs import HOSTILE, hostile_run, record, run, small_run
+from tests.support.page_runs import HOSTILE, hostile_run, record, run, small_run
+from tests.support.records import folder
 
 VOID = {"meta", "input", "br", "img", "link"}
 
@@ -292,9 +293,7 @@ def test_gate_and_sensitivity_are_shown_when_given(tmp_path: Path) -> None:
 
 
 def stored(path: Path, *records: Any) -> Path:
-    with store.RunFolder.create(path, "smoke") as folder:
-        folder.append_all(records or small_run_records())
-    return path
+    return folder(path, *(records or small_run_records()), config=None, environment=None)
 
 
 def small_run_records() -> list[Any]:

@@ -1,17 +1,15 @@
 """The story told at the end of a run: arithmetic by hand, nothing invented, hostile text stays text."""
 
-import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from harness import report, store
 from harness import text as fmt
-from harness.environment import Environment
 from harness.gate.findings import Finding
 from harness.record import Record
 from harness.report import story
@@ -20,22 +18,14 @@ from harness.report.markdown import summary_markdown
 from harness.report.summary import DTYPES, judge, not_ok, summarise
 from harness.report.terminal import print_findings, print_summary
 from harness.store import RunFolder
+from tests.support import printed, records
 
-HERE = Environment("3.11", "2.13", "2", "3", "0.1", "Linux", "CPU | 9", 2, 2, 2**30, "c0ffee", True)
+HERE = replace(records.HERE, cpu="CPU | 9", dirty=True)
 HOSTILE = "ValueError: a|b [red]x[/red] \x1b[31m <script>alert(1)</script> `c` \\| *d*\nTraceback | more"
 
 
-def record(variant: str = "mha", *, seq_len: int = 128, phase: str = "prefill", **values: Any) -> Record:
-    fields: dict[str, Any] = {
-        "kernel": "eager", "reference": "sdpa", "embed_dim": 256, "heads": 8, "kv_heads": 8, "head_dim": 32,
-        "kv_len": 128, "batch": 1, "mask": "none", "dtype": "float32", "bias": True, "q_lora_rank": None,
-        "kv_lora_rank": None, "rope_head_dim": None, "v_head_dim": None, "status": "ok", "max_abs_err": 1e-7,
-        "err_budget": 2e-7, "err_ratio": 1.0, "params": 100, "kv_bytes_per_token": 64.0, "latency_ms": 2.0,
-        "ref_latency_ms": 2.0, "latency_ratio": 1.0, "latency_ratio_lo": 0.9, "latency_ratio_hi": 1.1,
-    }  # fmt: skip
-    fields |= {"variant": variant, "seq_len": seq_len, "phase": phase} | values
-    case_id = f"{variant}-{fields['embed_dim']}-l{seq_len}-{fields['mask']}-{phase}-{fields['kernel']}"
-    return Record(case_id=case_id, **fields)
+def record(variant: str = "mha", **values: Any) -> Record:
+    return records.timed_record(variant, **({"params": 100, "kv_bytes_per_token": 64.0} | values))
 
 
 def only(frame: pd.DataFrame, variant: str) -> pd.Series:
@@ -130,10 +120,8 @@ def test_verdict() -> None:
 
 
 def show(rows: list[Record], width: int = 80, **options: Any) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    print_summary(store.table(rows), console, folder=Path("results/x"), **options)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    table = store.table(rows)
+    return printed(lambda console: print_summary(table, console, folder=Path("results/x"), **options), width)
 
 
 def all_variants() -> list[Record]:
@@ -179,10 +167,8 @@ def test_no_share_is_made_up() -> None:
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_findings_on_the_terminal(fails: bool) -> None:
-    console = Console(file=io.StringIO(), width=80)
     findings = [Finding("", "config", "other", False), Finding("a[red]", "params", "params 1 -> 2", fails)]
-    print_findings(findings, console, suite="smoke")
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = printed(lambda console: print_findings(findings, console, suite="smoke"))
     assert text.startswith(
         "gate smoke: FAIL  1 failing, 1 to note" if fails else "gate smoke: PASS  0 failing, 2 to note"
     )

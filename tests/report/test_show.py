@@ -1,13 +1,11 @@
 """`harness show`: the story on a terminal, from stored records alone."""
 
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from harness import store
 from harness.__main__ import main
@@ -15,14 +13,13 @@ from harness.report.page import StoredRun
 from harness.report.page.rows import combine, on_front
 from harness.report.show import curves, largest_choice, print_run
 from harness.text import BLOCKS, condense, sparkline
-from tests.page_runs import HERE, HOSTILE, hostile_run, large_run, record, run, small_run
+from tests.support import printed
+from tests.support.page_runs import HOSTILE, hostile_run, large_run, record, run, small_run
+from tests.support.records import HERE
 
 
 def shown(told: StoredRun, width: int = 80, **options: float) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    print_run(told, console, **options)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(lambda console: print_run(told, console, **options), width)
 
 
 # ---- sparklines ------------------------------------------------------------------------------------------------------

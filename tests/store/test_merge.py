@@ -13,19 +13,11 @@ from harness.__main__ import main
 from harness.runner import Interrupted, run
 from harness.store import StoreError
 from harness.store.merge import merge
-from tests.runs import CONFIG, MadeUp
+from tests.support.runs import CONFIG, MadeUp
+
+pytestmark = pytest.mark.usefixtures("beside_a_config")
 
 OUT = Path("out")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(store, "code_sha256", lambda: "c0de")
-    here = environment.collect(1)
-    monkeypatch.setattr(environment, "collect", lambda threads: here)
-    Path("c.yaml").write_text(CONFIG)
 
 
 def shards(count: int, **options: object) -> list[Path]:

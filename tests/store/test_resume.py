@@ -28,20 +28,12 @@ from harness.workers import make_executor
 from harness.workers.crew import CannotStart
 from harness.workers.interrupts import Terminated
 from harness.workers.job import Here
-from tests.runs import CONFIG, MadeUp
-from tests.support import ROOT
+from tests.support import ROOT, python
+from tests.support.runs import CONFIG, MadeUp
+
+pytestmark = pytest.mark.usefixtures("beside_a_config")
 
 OUT = Path("out")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(store, "code_sha256", lambda: "c0de")  # someone may be editing the source
-    here = environment.collect(1)  # asks git: once is enough
-    monkeypatch.setattr(environment, "collect", lambda threads: replace(here, threads=threads))
-    Path("c.yaml").write_text(CONFIG)
 
 
 def interrupted(out: Path | None = OUT, *, after: int = 2, **options: object) -> str:
@@ -559,14 +551,13 @@ def test_the_lock_is_held_while_cases_run_and_freed_after_a_failure() -> None:
 # Studies in short
 
 
-def test_a_run_survives_being_killed_again_and_again(tmp_path: Path) -> None:
+def test_a_run_survives_being_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of its own: a copy by fork must come from one whose torch has not worked yet."""
-    command = [sys.executable, str(ROOT / "bench" / "kill_study.py"), "--kills", "10", "--spawned", "0"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done
-    assert done.stdout.startswith("10 kills of a forked run (")
-    assert done.stdout.endswith("0 records lost, 0 doubled, 0 tables unequal\n")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = python(ROOT / "bench" / "kill_study.py", "--kills", "10", "--spawned", "0", timeout=300)
+    assert done.code == 0, done
+    assert done.out.startswith("10 kills of a forked run (")
+    assert done.out.endswith("0 records lost, 0 doubled, 0 tables unequal\n")
 
 
 def test_no_damage_of_the_records_goes_unsaid(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ import logging
 import math
 import os
 import random
-import subprocess
-import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +16,11 @@ import pytest
 
 from harness import store
 from harness.environment import collect
-from harness.record import COLUMNS, Record
+from harness.record import COLUMNS
 from harness.store import RunFolder, StoreError
 from harness.store.records import dumps, seal
-from tests.support import ROOT
-
-
-def record(case_id: str = "mha-1", **values: Any) -> Record:
-    axes: dict[str, Any] = {
-        "variant": "mha", "kernel": "eager", "reference": "torch_mha", "embed_dim": 256, "heads": 8, "kv_heads": 8,
-        "head_dim": 32, "seq_len": 128, "kv_len": 128, "batch": 1, "mask": "none", "dtype": "float32",
-        "phase": "prefill", "bias": True, "q_lora_rank": None, "kv_lora_rank": None, "rope_head_dim": None,
-        "v_head_dim": None, "status": "ok",
-    }  # fmt: skip
-    return Record(case_id=case_id, **(axes | values))
+from tests.support import python
+from tests.support.records import bare_record as record
 
 
 @pytest.fixture
@@ -199,7 +188,7 @@ FULL = """\
 import resource, sys
 from pathlib import Path
 from harness import store
-from tests.store.test_store import record
+from tests.support.records import bare_record as record
 run = store.RunFolder.create(Path(sys.argv[1]), "smoke")
 run.append(record("a"))
 size = (run.path / store.RECORDS).stat().st_size
@@ -213,9 +202,7 @@ print((run.path / store.RECORDS).stat().st_size == size, [r.case_id for r in sto
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
-    root = ROOT
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path / "r"], cwd=root, capture_output=True, text=True)
-    told, left = done.stdout.splitlines()
+    told, left = python("-c", FULL, tmp_path / "r").out.splitlines()
     assert told == f"{tmp_path}/r/records.jsonl: cannot be written: File too large; cut back to its last whole line"
     assert left == "True ['a']"
 
@@ -353,5 +340,5 @@ def test_config_and_environment(run: RunFolder) -> None:
 @pytest.mark.parametrize("module", ["harness.store", "harness.gate.exact", "harness.report", "harness.report.terminal"])
 def test_imports_without_torch(module: str) -> None:
     code = f"import sys; sys.modules['torch'] = None; import {module}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", code)
+    assert done.code == 0, done.err

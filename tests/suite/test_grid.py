@@ -1,13 +1,12 @@
 """Expansion: which cells a grid has, in which order, and what an exclusion drops."""
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 
 from harness.suite.grid import AXES, count_cells, expand
 from harness.variants.specs import VARIANTS
+from tests.support import python
 
 DEFAULTS = {
     "variant": ("mha",),
@@ -205,5 +204,4 @@ def test_counting_expands_nothing():
 
 def test_neither_torch_nor_pandas_is_imported():
     code = "import sys, harness.suite.config; print(sorted({'torch', 'pandas', 'numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", code).out.strip() == "[]"

@@ -1,5 +1,6 @@
 """The swap to variants: every attention replaced, every weight carried over and compared, the original left alone."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -7,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import harness
-from harness.case import Case
-from harness.cell.build import randomise
 from harness.kernels.call import Kernel
 from harness.kernels.eager import eager
 from harness.references.mla_block import MlaBlock
@@ -20,32 +19,26 @@ from harness.swaps.weights import WeightSource
 from harness.variants.blocks import EncoderLayer
 from harness.variants.gqa import GroupedQueryAttention, MultiHeadAttention
 from harness.variants.mla import MultiHeadLatentAttention
+from tests.support.attention import (
+    assert_same,
+    by_sources,
+    count_parameters,
+    differentiated,
+    draw_tokens,
+    filled,
+    make_case,
+)
 
 E, H, S = 16, 4, 6
+tokens = functools.partial(draw_tokens, batch=2, length=S, width=E)
+mla_case = functools.partial(
+    make_case, "mla", embed_dim=E, heads=H, seq_len=S, mask="none", dtype="float64",
+    kv_lora_rank=6, rope_head_dim=2, v_head_dim=3,
+)  # fmt: skip
 
 
 def swap(model: nn.Module, **options: Any) -> tuple[nn.Module, SwapReport]:
     return harness.swap(model, to=VARIANT, **options)
-
-
-def mla_case(**changes: Any) -> Case:
-    options: dict[str, Any] = {
-        "variant": "mla",
-        "kernel": "eager",
-        "embed_dim": E,
-        "heads": H,
-        "kv_heads": None,
-        "head_dim": 4,
-        "seq_len": S,
-        "batch": 2,
-        "mask": "none",
-        "dtype": "float64",
-        "phase": "prefill",
-        "kv_lora_rank": 6,
-        "rope_head_dim": 2,
-        "v_head_dim": 3,
-    }
-    return Case(**options | changes)
 
 
 SOURCES: dict[str, Any] = {
@@ -69,13 +62,8 @@ BECOMES = {
 
 
 def make(name: str) -> nn.Module:
-    module: nn.Module = SOURCES[name]()
-    randomise(module, torch.Generator().manual_seed(0))
-    return module.double().eval()
-
-
-def tokens() -> Tensor:
-    return torch.randn(2, S, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    module: nn.Module = filled(SOURCES[name]())
+    return module
 
 
 def call(module: nn.Module, x: Tensor) -> Tensor:
@@ -88,15 +76,6 @@ def call(module: nn.Module, x: Tensor) -> Tensor:
 
 def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().numpy().tobytes()
-
-
-def count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    limit = 500 * torch.finfo(torch.float64).eps * max(1.0, float(expected.detach().abs().max()))
-    assert float((actual - expected).detach().abs().max()) <= limit
 
 
 class Model(nn.Module):
@@ -135,9 +114,8 @@ def test_weights_go_along_bit_by_bit_and_outputs_agree(name: str) -> None:
         assert parameter.shape == expected.shape
         assert parameter.dtype == expected.dtype
         assert bits(parameter) == bits(expected)
-    assert count(new) == count(old)
-    with torch.no_grad():
-        assert_same(call(new, tokens()), call(old, tokens()))
+    assert count_parameters(new) == count_parameters(old)
+    assert_same(lambda x: call(new, x), lambda x: call(old, x), tokens())
 
 
 @every_source
@@ -161,7 +139,7 @@ def test_a_root_module_is_replaced_itself(name: str) -> None:
     assert row.name == ""
     assert type(new) is BECOMES[type(old).__name__]
     assert (row.was, row.became) == (type(old).__name__, type(new).__name__)
-    assert row.params_before == row.params_after == count(old)
+    assert row.params_before == row.params_after == count_parameters(old)
     assert all("." not in key.split(".")[0] and not key.startswith(".") for key in row.weights)
 
 
@@ -188,9 +166,9 @@ def test_every_attention_of_a_model_is_replaced() -> None:
         "EncoderLayer",
     ]
     for row in report.swapped:
-        assert row.params_before == row.params_after == count(model.get_submodule(row.name))
-    assert count(new) == count(model)
-    assert_same(new(tokens()), model(tokens()))
+        assert row.params_before == row.params_after == count_parameters(model.get_submodule(row.name))
+    assert count_parameters(new) == count_parameters(model)
+    assert_same(new, model, tokens())
     # What is no attention is still itself, with its weights.
     assert torch.equal(new.stack[0].weight, model.stack[0].weight)  # type: ignore[arg-type]
 
@@ -213,8 +191,8 @@ def test_one_encoder_layer_used_twice_stays_one_and_gets_nothing_extra() -> None
     assert [row.name for row in report.swapped] == ["0"]
     expected = {name for name, _ in swap(layer)[0].named_modules()}
     assert {name for name, _ in new[0].named_modules()} == expected  # type: ignore[index]
-    assert count(new) == count(model)
-    assert_same(new(tokens()), model(tokens()))
+    assert count_parameters(new) == count_parameters(model)
+    assert_same(new, model, tokens())
 
 
 def test_sources_name_full_parameters_on_both_sides() -> None:
@@ -239,14 +217,11 @@ def test_sources_lead_each_gradient_to_its_place() -> None:
     """Swapped names: a gradient looked up under the wrong source would be far off."""
     model = Model()
     new, report = swap(model)
-    for module in (model, new):
-        module(tokens()).square().sum().backward()
-    old, sources = dict(model.named_parameters()), report.sources()
-    for name, parameter in new.named_parameters():
-        source = sources.get(name, WeightSource(name))
-        expected = old[source.name].grad
-        assert parameter.grad is not None and expected is not None
-        assert_same(parameter.grad, source.of(expected))
+    x, cotangent = tokens(), tokens(seed=2)
+    ours = differentiated(new, dict(new.named_parameters()), cotangent)
+    theirs = differentiated(model, dict(model.named_parameters()), cotangent)
+    sources = {name: WeightSource(name) for name, _ in new.named_parameters()} | report.sources()
+    assert_same(ours, lambda x: by_sources(theirs(x), sources), x)
 
 
 def test_rows_cut_the_packed_projection() -> None:
@@ -289,7 +264,7 @@ def test_dtype_is_carried(name: str, dtype: torch.dtype) -> None:
 def test_models_on_the_meta_device_swap_without_memory(name: str) -> None:
     new, report = swap(make(name).to("meta"))
     assert all(p.is_meta for p in new.parameters())
-    assert report.swapped[0].params_after == count(make(name))
+    assert report.swapped[0].params_after == count_parameters(make(name))
 
 
 def test_the_kernel_asked_for_runs() -> None:
@@ -301,12 +276,12 @@ def test_the_kernel_asked_for_runs() -> None:
 
     model, x = Model(), tokens()
     new, _ = swap(model, kernel=Kernel("counting", counting))
-    assert_same(new(x), model(x))
+    assert_same(new, model, x)
     assert len(calls) == 6  # `first` and its alias are two calls of one module
     for name in ("eager", "sdpa"):
         other, _ = swap(model, kernel=name)
         assert other.first.kernel.name == name  # type: ignore[union-attr]
-        assert_same(other(x), model(x))
+        assert_same(other, model, x)
 
 
 @pytest.mark.parametrize("mode", ["auto", "naive", "absorbed"])
@@ -332,7 +307,7 @@ def test_a_parameter_tied_inside_a_module_is_found_under_both_names() -> None:
     old.wv.weight = old.wk.weight
     new: Any = swap(old)[0]
     assert torch.equal(new.v_proj.weight, old.wk.weight)
-    assert_same(new(tokens()), old(tokens()))
+    assert_same(new, old, tokens())
 
 
 # Refusals.

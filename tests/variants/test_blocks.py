@@ -1,5 +1,6 @@
 """Encoder layers: torch's own through the swap, and the block around MLA."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import harness
-from harness.case import Case
-from harness.cell.build import randomise
 from harness.references.mla_block import MlaBlock
 from harness.swaps.converters import SwapError
 from harness.variants.blocks import EncoderLayer
+from tests.support.attention import assert_same, by_sources, differentiated, draw_tokens, filled, make_case
 
 E, H, FF, S, B = 24, 4, 40, 11, 3
-EPS = torch.finfo(torch.float64).eps
+tokens = functools.partial(draw_tokens, batch=B, length=S, width=E)
 layers = pytest.mark.parametrize("norm_first", [False, True], ids=["post_ln", "pre_ln"])
 activations = pytest.mark.parametrize("activation", ["relu", "gelu"])
 
@@ -37,41 +37,14 @@ def torch_layer(norm_first: bool, activation: str = "relu", **options: Any) -> n
     layer = nn.TransformerEncoderLayer(
         E, H, dim_feedforward=FF, activation=activation, norm_first=norm_first, batch_first=True, **options
     )
-    randomise(layer, torch.Generator().manual_seed(0))
-    return layer.eval()
+    made: nn.TransformerEncoderLayer = filled(layer, options["dtype"])
+    return made
 
 
 def mla_block(**changes: Any) -> MlaBlock:
-    options: dict[str, Any] = {
-        "variant": "block_mla",
-        "kernel": "eager",
-        "embed_dim": E,
-        "heads": H,
-        "kv_heads": None,
-        "head_dim": 6,
-        "seq_len": S,
-        "batch": B,
-        "mask": "none",
-        "dtype": "float64",
-        "phase": "prefill",
-        "kv_lora_rank": 10,
-        "rope_head_dim": 4,
-        "v_head_dim": 5,
-    }
-    block = MlaBlock(Case(**options | changes))
-    randomise(block, torch.Generator().manual_seed(0))
-    return block.double().eval()
-
-
-def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(B, S, E, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Up to the roundings of a dozen products of at most 96 terms, in float64."""
-    assert actual.shape == expected.shape
-    limit = 1000 * EPS * max(1.0, float(expected.detach().abs().max()))
-    assert float((actual - expected).detach().abs().max()) <= limit
+    sizes = {"embed_dim": E, "heads": H, "seq_len": S, "kv_lora_rank": 10, "rope_head_dim": 4, "v_head_dim": 5}
+    block: MlaBlock = filled(MlaBlock(make_case("block_mla", **sizes | changes)))
+    return block
 
 
 def mask_pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -108,9 +81,12 @@ def test_swapped_layer_equals_torchs(norm_first: bool, activation: str, mask: st
     torch_rules, rules = mask_pairs()[mask]
     if mask == "float":
         fast = False  # the next test says why
-    with fast_path(fast):
-        expected = theirs(tokens(), **torch_rules)
-    assert_same(ours(tokens(), **rules), expected)
+
+    def expected(x: Tensor) -> Any:
+        with fast_path(fast):
+            return theirs(x, **torch_rules)
+
+    assert_same(functools.partial(ours, **rules), expected, tokens())
 
 
 @layers
@@ -121,16 +97,17 @@ def test_torchs_fast_path_takes_a_float_mask_for_a_bool_one(norm_first: bool) ->
     ours, _ = harness.swap(theirs, to="variant")
     bias = torch.zeros(S, S, dtype=torch.float64)
     bias[:, 2] = 0.5
-    with fast_path(True):
-        misread = theirs(x, src_mask=bias)
-        assert_same(misread, theirs(x, src_mask=bias != 0))
-    with fast_path(False):
-        assert_same(ours(x, mask=bias), theirs(x, src_mask=bias))
-    assert float((ours(x, mask=bias) - misread).abs().max()) > 1e-3
+
+    def run(fast: bool, mask: Tensor, x: Tensor) -> Any:
+        with fast_path(fast):
+            return theirs(x, src_mask=mask)
+
+    assert_same(functools.partial(run, True, bias), functools.partial(run, True, bias != 0), x)
+    assert_same(functools.partial(ours, mask=bias), functools.partial(run, False, bias), x)
+    assert float((ours(x, mask=bias) - run(True, bias, x)).abs().max()) > 1e-3
     # A float mask of 0 and -inf alone means the same to both.
     causal = torch.zeros(S, S, dtype=torch.float64).masked_fill(torch.ones(S, S).triu(1) == 1, float("-inf"))
-    with fast_path(True):
-        assert_same(ours(x, mask=causal), theirs(x, src_mask=causal))
+    assert_same(functools.partial(ours, mask=causal), functools.partial(run, True, causal), x)
 
 
 @torch.no_grad()
@@ -153,19 +130,12 @@ def test_gradients_equal_torchs(norm_first: bool, activation: str, mask: str) ->
     theirs = torch_layer(norm_first, activation)
     ours, report = harness.swap(theirs, to="variant")
     torch_rules, rules = mask_pairs()[mask]
-    cotangent = torch.randn(B, S, E, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    x, y = (tokens().requires_grad_() for _ in range(2))
-    theirs(x, **torch_rules).backward(cotangent)
-    ours(y, **rules).backward(cotangent)
-    assert x.grad is not None and y.grad is not None
-    assert_same(y.grad, x.grad)
-    old = dict(theirs.named_parameters())
-    sources = report.sources()
-    assert sources.keys() == {name for name, _ in ours.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        expected = old[sources[name].name].grad
-        assert parameter.grad is not None and expected is not None
-        assert_same(parameter.grad, sources[name].of(expected))
+    old, new, sources = dict(theirs.named_parameters()), dict(ours.named_parameters()), report.sources()
+    assert sources.keys() == new.keys()
+    cotangent = tokens(seed=4)
+    expected = differentiated(functools.partial(theirs, **torch_rules), old, cotangent)
+    actual = differentiated(functools.partial(ours, **rules), new, cotangent)
+    assert_same(actual, lambda x: by_sources(expected(x), sources), tokens())
 
 
 @layers
@@ -199,7 +169,7 @@ def test_bias_norm_eps_and_dropout_are_carried(norm_first: bool, bias: bool) -> 
     assert (ours.norm1.eps, ours.norm2.eps) == (0.3, 0.3)
     assert (ours.dropout.p, ours.attention.dropout) == (0.4, 0.4)
     assert (ours.linear1.bias is not None) is bias
-    assert_same(ours(tokens()), theirs(tokens()))  # eval: no dropout
+    assert_same(ours, theirs, tokens())  # eval: no dropout
     ours.train()
     torch.manual_seed(0)
     first = ours(tokens())
@@ -214,11 +184,13 @@ def test_bias_norm_eps_and_dropout_are_carried(norm_first: bool, bias: bool) -> 
 def test_a_layer_around_any_variant_decodes_what_it_computes_in_full(attention_type: str, norm_first: bool) -> None:
     attention = harness.UnifiedAttention(E, H, attention_type=attention_type, dtype=torch.float64)
     layer = EncoderLayer(attention, E, FF, norm_first=norm_first, activation="gelu", dtype=torch.float64)
-    randomise(layer, torch.Generator().manual_seed(0))
-    layer.eval()
-    x, cache = tokens(), attention.new_cache(S)
-    parts = [layer(piece, causal=True, cache=cache) for piece in x.split([6, 1, 3, 1], dim=1)]
-    assert_same(torch.cat(parts, dim=1), layer(x, causal=True))
+    filled(layer)
+
+    def decoded(x: Tensor) -> Tensor:
+        cache = attention.new_cache(S)
+        return torch.cat([layer(piece, causal=True, cache=cache) for piece in x.split([6, 1, 3, 1], dim=1)], dim=1)
+
+    assert_same(decoded, functools.partial(layer, causal=True), tokens())
 
 
 # The MLA block.
@@ -234,26 +206,17 @@ def test_mla_block_equals_its_reference(mode: str, changes: dict[str, Any]) -> N
     assert inner.mode == mode
     assert ours.norm_first
     seen = torch.arange(S) < torch.tensor([S, 7, 4])[:, None, None, None]
-    cotangent = torch.randn(B, S, E, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     causal = torch.ones(S, S, dtype=torch.bool).tril()
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
         ({"is_causal": True}, {"causal": True}),
         ({"attn_mask": seen & causal}, {"mask": seen, "causal": True}),
     ]
+    old, new, cotangent = dict(theirs.named_parameters()), dict(ours.named_parameters()), tokens(seed=4)
     for reference_rules, rules in pairs:
-        theirs.zero_grad()
-        ours.zero_grad()
-        x, y = (tokens().requires_grad_() for _ in range(2))
-        expected, actual = theirs(x, **reference_rules), ours(y, **rules)
-        assert_same(actual, expected)
-        expected.backward(cotangent)
-        actual.backward(cotangent)
-        assert x.grad is not None and y.grad is not None
-        assert_same(y.grad, x.grad)
-        old, sources = dict(theirs.named_parameters()), report.sources()
-        for name, parameter in ours.named_parameters():
-            assert_same(parameter.grad, old[sources[name].name].grad)  # type: ignore[arg-type]
+        expected = differentiated(functools.partial(theirs, **reference_rules), old, cotangent)
+        actual = differentiated(functools.partial(ours, **rules), new, cotangent)
+        assert_same(actual, lambda x, run=expected: by_sources(run(x), report.sources()), tokens())
 
 
 @pytest.mark.parametrize("mode", ["naive", "absorbed"])
@@ -265,10 +228,14 @@ def test_mla_block_by_the_acceptance_rule(mode: str) -> None:
 
 @torch.no_grad()
 def test_mla_block_as_formulas() -> None:
-    block, x = mla_block(), tokens()
-    middle = x + block.attn(F.layer_norm(x, (E,), block.attn_norm.weight, block.attn_norm.bias))
-    normed = F.layer_norm(middle, (E,), block.mlp_norm.weight, block.mlp_norm.bias)
-    assert_same(block(x), middle + block.down(F.gelu(block.up(normed))))
+    block = mla_block()
+
+    def formulas(x: Tensor) -> Tensor:
+        middle = x + block.attn(F.layer_norm(x, (E,), block.attn_norm.weight, block.attn_norm.bias))
+        normed = F.layer_norm(middle, (E,), block.mlp_norm.weight, block.mlp_norm.bias)
+        return middle + block.down(F.gelu(block.up(normed)))
+
+    assert_same(block, formulas, tokens())
 
 
 # The comparison can fail.
@@ -281,7 +248,7 @@ def test_one_wrong_weight_is_seen(part: str) -> None:
     ours, _ = harness.swap(theirs, to="variant")
     ours.get_submodule(part).weight[-1] *= 1.001  # type: ignore[operator,index]
     with pytest.raises(AssertionError):
-        assert_same(ours(tokens()), theirs(tokens()))
+        assert_same(ours, theirs, tokens())
 
 
 def test_errors() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 import harness
 from harness.kernels.front import find_kernel
 from harness.variants.cache import KVCache
-from tests.allocations import allocations
+from tests.support.allocations import allocations
 
 B, HEADS, D, D_v = 2, 3, 4, 5
 

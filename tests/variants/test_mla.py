@@ -1,6 +1,7 @@
 """MLA: naive = absorbed = auto = transformers' DeepseekV3Attention, and what the cache holds."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import harness
-from harness.cell.build import randomise
 from harness.variants.mla import MultiHeadLatentAttention
+from tests.support.attention import assert_same, differentiated, draw_tokens, filled
 
 E, H, S, B = 48, 4, 40, 2
 R_KV, NOPE, PE, V = 32, 16, 8, 12
 SIZES: dict[str, Any] = {"kv_lora_rank": R_KV, "nope_head_dim": NOPE, "rope_head_dim": PE, "v_head_dim": V}
-EPS = torch.finfo(torch.float64).eps
+tokens = functools.partial(draw_tokens, batch=B, length=S, width=E)
 MODES = ("naive", "absorbed", "auto")
 modes = pytest.mark.parametrize("mode", MODES)
 query_ranks = pytest.mark.parametrize("q_rank", [None, 24], ids=["q", "q_lora"])
@@ -28,15 +29,10 @@ NAMES = {  # ours -> transformers'
 }
 
 
-def tokens(dtype: torch.dtype = torch.float64, length: int = S) -> Tensor:
-    return torch.randn(B, length, E, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
 def ours(mode: str, *, bias: bool = False, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     options = SIZES | options
     module = MultiHeadLatentAttention(E, H, mode=mode, bias=bias, **options)  # type: ignore[arg-type]
-    randomise(module, torch.Generator().manual_seed(2))
-    return module.to(dtype).eval()
+    return filled(module, dtype, seed=2)
 
 
 class Theirs(nn.Module):
@@ -76,6 +72,7 @@ class Theirs(nn.Module):
         self.eval()
 
     def load(self, module: MultiHeadLatentAttention) -> "Theirs":
+        self.to(module.out_proj.weight.dtype)  # before the weights: float32 would round those of float64
         state = {}
         for key, value in module.state_dict().items():
             part, _, kind = key.partition(".")
@@ -84,10 +81,10 @@ class Theirs(nn.Module):
         if self.exact:
             for name in ("q_a_layernorm", "kv_a_layernorm"):
                 if (norm := getattr(self.attention, name)) is not None:
-                    exact = nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
+                    exact = nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon, dtype=norm.weight.dtype)
                     exact.load_state_dict(norm.state_dict())
                     setattr(self.attention, name, exact)
-        return self.to(module.out_proj.weight.dtype)
+        return self
 
     def angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
         length = x.shape[1]
@@ -147,11 +144,6 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).detach().abs().max())
 
 
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """In float64, up to the roundings of six products of at most 48 terms."""
-    assert difference(actual, expected) <= 300 * EPS * max(1.0, float(expected.detach().abs().max()))
-
-
 # Three ways and transformers' one.
 
 
@@ -160,13 +152,12 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 @torch.no_grad()
 def test_equals_transformers_in_float64(mode: str, q_rank: int | None) -> None:
     module, x = ours(mode, q_lora_rank=q_rank), tokens()
-    theirs = Theirs(q_rank, exact=True).load(module)
-    expected = theirs(x)
-    assert_same(module(x, causal=True), expected)
-    assert_same(Decoded(module, prefill=29)(x), expected)
+    whole, theirs = (Theirs(q_rank, exact=True).load(module) for _ in range(2))
     theirs.steps = [29] + [1] * (S - 29)
-    assert_same(theirs(x), expected)  # its decode, from its own cache of latents
-    assert_same(Decoded(module, prefill=1)(x), theirs(x))
+    # The last is transformers' own decode, from its own cache of latents.
+    for candidate in (Causal(module), Decoded(module, prefill=29), theirs):
+        assert_same(candidate, whole, x)
+    assert_same(Decoded(module, prefill=1), theirs, x)
 
 
 @query_ranks
@@ -174,17 +165,13 @@ def test_equals_transformers_in_float64(mode: str, q_rank: int | None) -> None:
 def test_gradients_equal_transformers_in_float64(mode: str, q_rank: int | None) -> None:
     module, x = ours(mode, q_lora_rank=q_rank), tokens()
     theirs = Theirs(q_rank, exact=True).load(module)
-    cotangent = torch.randn(B, S, E, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    grads = []
-    for function in (Causal(module), theirs):
-        leaf = x.clone().requires_grad_()
-        function(leaf).backward(cotangent)
-        grads.append(leaf.grad)
-    assert_same(*grads)  # type: ignore[arg-type]
-    parameters = dict(theirs.attention.named_parameters())
-    for key, parameter in module.named_parameters():
+    parameters, their_parameters = dict(module.named_parameters()), dict(theirs.attention.named_parameters())
+    matching = {}
+    for key in parameters:
         part, _, kind = key.partition(".")
-        assert_same(parameter.grad, parameters[f"{NAMES.get(part, part)}.{kind}"].grad)
+        matching[key] = their_parameters[f"{NAMES.get(part, part)}.{kind}"]
+    cotangent = tokens(seed=3)
+    assert_same(differentiated(Causal(module), parameters, cotangent), differentiated(theirs, matching, cotangent), x)
 
 
 @query_ranks
@@ -219,16 +206,12 @@ def test_judged_beside_transformers_as_shipped(mode: str, q_rank: int | None) ->
 @query_ranks
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_the_three_modes_are_one_function_with_the_same_gradients(q_rank: int | None, bias: bool) -> None:
-    x = tokens()
-    cotangent = torch.randn(B, S, E, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    found: dict[str, list[Tensor]] = {}
+    x, cotangent, found = tokens(), tokens(seed=3), {}
     for mode in MODES:
-        module, leaf = ours(mode, bias=bias, q_lora_rank=q_rank), x.clone().requires_grad_()
-        out = module(leaf, causal=True)
-        found[mode] = [out, *torch.autograd.grad(out, (leaf, *module.parameters()), cotangent)]
+        module = ours(mode, bias=bias, q_lora_rank=q_rank)
+        found[mode] = differentiated(Causal(module), dict(module.named_parameters()), cotangent)
     for mode in ("absorbed", "auto"):
-        for actual, expected in zip(found[mode], found["naive"], strict=True):
-            assert_same(actual, expected)
+        assert_same(found[mode], found["naive"], x)
 
 
 @query_ranks
@@ -256,12 +239,11 @@ def test_absorbed_restores_the_value_bias_and_only_where_a_row_attends(rules: st
         "padding": {"mask": torch.arange(S) >= torch.tensor([0, 6])[:, None, None, None], "causal": True},
     }
     naive, absorbed, x = ours("naive", bias=True), ours("absorbed", bias=True), tokens()
-    expected = naive(x, **given[rules])
-    assert_same(absorbed(x, **given[rules]), expected)
+    assert_same(functools.partial(absorbed, **given[rules]), functools.partial(naive, **given[rules]), x)
     if rules in ("bool", "float"):
-        assert_same(expected[1, 7], naive.out_proj.bias)  # all heads dead: nothing but the output's bias
+        assert torch.equal(naive(x, **given[rules])[1, 7], naive.out_proj.bias)  # all heads dead: the output's bias
     if rules == "padding":
-        assert_same(absorbed(x, **given[rules])[1, :6], naive.out_proj.bias.expand(6, E))
+        assert torch.equal(absorbed(x, **given[rules])[1, :6], naive.out_proj.bias.expand(6, E))
 
 
 def break_value_bias(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
@@ -285,7 +267,7 @@ def test_giving_dead_rows_the_value_bias_is_seen(monkeypatch: pytest.MonkeyPatch
     naive, absorbed, x = ours("naive", bias=True), ours("absorbed", bias=True), tokens()
     mask = torch.ones(S, S, dtype=torch.bool).tril()
     mask[3] = False
-    assert_same(absorbed(x, mask=mask), naive(x, mask=mask))
+    assert_same(functools.partial(absorbed, mask=mask), functools.partial(naive, mask=mask), x)
     everywhere = absorbed.kv_b_proj.bias.view(H, 1, -1)[..., NOPE:]
     break_value_bias(monkeypatch, lambda self, q, latent, rules: everywhere)
     assert difference(absorbed(x, mask=mask)[:, 3], naive(x, mask=mask)[:, 3]) > 0.1
@@ -297,7 +279,7 @@ def test_the_key_bias_never_matters() -> None:
     module, x = ours("naive", bias=True), tokens()
     moved = copy.deepcopy(module)
     moved.kv_b_proj.bias.view(H, -1)[:, :NOPE] += 1.0
-    assert_same(moved(x, causal=True), module(x, causal=True))
+    assert_same(Causal(moved), Causal(module), x)
     moved.kv_b_proj.bias.view(H, -1)[:, NOPE:] += 1.0
     assert difference(moved(x, causal=True), module(x, causal=True)) > 0.1
 
@@ -331,17 +313,20 @@ def test_half_split_rotation_of_interleaved_weights_is_wrong_until_they_are_perm
     rows[:, NOPE:] = rows[:, NOPE:][:, order].clone()
     kv_a = halves.attention.kv_a_proj_with_mqa.weight
     kv_a[R_KV:] = kv_a[R_KV:][order].clone()
-    assert_same(halves(x), expected)
+    assert_same(halves, Causal(module), x)
 
 
 @modes
 @torch.no_grad()
 def test_positions_matter_and_follow_the_cache(mode: str) -> None:
     module, x = ours(mode), tokens()
-    cache = module.new_cache()
-    module(x[:, :7], causal=True, cache=cache)
-    second = module(x[:, 7:], causal=True, cache=cache)
-    assert_same(second, module(x, causal=True)[:, 7:])
+
+    def second(x: Tensor) -> Any:
+        cache = module.new_cache()
+        module(x[:, :7], causal=True, cache=cache)
+        return module(x[:, 7:], causal=True, cache=cache)
+
+    assert_same(second, lambda x: module(x, causal=True)[:, 7:], x)
     swapped = x.clone()
     swapped[:, [2, 5]] = x[:, [5, 2]]
     assert difference(module(swapped)[:, -1], module(x)[:, -1]) > 1e-3  # without positions these would be equal
@@ -378,17 +363,22 @@ def test_the_naive_cache_holds_expanded_heads() -> None:
 def test_the_cached_latents_are_transformers_latents() -> None:
     """Normed latent and rotated k_pe. transformers keeps them de-interleaved: evens, then odds."""
     module, x = ours("absorbed", q_lora_rank=24), tokens()
-    theirs = Theirs(24, exact=True).load(module)
+    theirs, decoded = Theirs(24, exact=True).load(module), Decoded(module, prefill=5)
     theirs.steps = [S]
-    theirs(x)
-    decoded = Decoded(module, prefill=5)
-    decoded(x)
-    (stream,) = decoded.cache.streams()
-    layer = theirs.cache.layers[0]
-    assert_same(stream[..., :R_KV], layer.keys)
-    pe = stream[..., R_KV:]
-    assert_same(torch.cat((pe[..., 0::2], pe[..., 1::2]), dim=-1), layer.values)
-    assert layer.keys.shape[-1] + layer.values.shape[-1] == module.kv_elements_per_token()
+
+    def their_cache(x: Tensor) -> tuple[Tensor, Tensor]:
+        theirs(x)
+        layer = theirs.cache.layers[0]
+        return layer.keys, layer.values
+
+    def our_cache(x: Tensor) -> tuple[Tensor, Tensor]:
+        decoded(x)
+        (stream,) = decoded.cache.streams()
+        latent, pe = stream[..., :R_KV], stream[..., R_KV:]
+        return latent, torch.cat((pe[..., 0::2], pe[..., 1::2]), dim=-1)
+
+    assert_same(our_cache, their_cache, x)
+    assert sum(t.shape[-1] for t in their_cache(x)) == module.kv_elements_per_token()
 
 
 # The cost model.
@@ -412,12 +402,11 @@ def test_auto_absorbs_decode_and_not_prefill(monkeypatch: pytest.MonkeyPatch) ->
     module = ours("auto")
     seen = spy_on_absorbing(monkeypatch)
     x, cache = tokens(length=200), module.new_cache(200)
-    prefill = module(x[:, :199], causal=True, cache=cache)
+    module(x[:, :199], causal=True, cache=cache)
     assert seen == []
-    step = module(x[:, 199:], causal=True, cache=cache)
+    module(x[:, 199:], causal=True, cache=cache)
     assert seen == [(1, 200)]
-    expected = ours("naive")(x, causal=True)
-    assert_same(torch.cat((prefill, step), dim=1), expected)
+    assert_same(Decoded(module, prefill=199), Causal(ours("naive")), x)
 
 
 def test_auto_takes_the_cheaper_way_at_the_size_of_deepseek_v3(monkeypatch: pytest.MonkeyPatch) -> None:

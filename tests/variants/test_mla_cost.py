@@ -1,13 +1,11 @@
 """The cost model of latent attention: counts that are torch's, a choice that the module follows, and `--explain`."""
 
-import io
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 import harness
@@ -22,6 +20,7 @@ from harness.variants.specs.latent import (
     choose,
     expanded_cost,
 )
+from tests.support import printed
 
 SMALL = LatentSizes(heads=4, nope=16, rope=8, value=12, rank=32)
 DEEPSEEK_V3 = LatentSizes(heads=128, nope=128, rope=64, value=128, rank=512)
@@ -133,9 +132,7 @@ def case(variant: str = "mla", phase: str = "decode", seq_len: int = 512, **chan
 
 
 def explained(*cases: Case) -> str:
-    text = io.StringIO()
-    print_explanations(cases, Console(file=text, width=60))
-    return text.getvalue()
+    return printed(lambda console: print_explanations(cases, console), width=60)
 
 
 def test_decode_is_absorbed_and_prefill_expanded_with_their_counts():

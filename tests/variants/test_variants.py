@@ -1,6 +1,7 @@
 """MHA, MQA, GQA and MLA: one function, however the tokens arrive."""
 
 import copy
+import functools
 import itertools
 import pickle
 from collections.abc import Callable
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import harness
-from harness.cell.build import randomise
 from harness.kernels.call import Kernel, Unsupported
 from harness.kernels.eager import eager
 from harness.variants.mla import Rope
+from tests.support.attention import as_torch, assert_same, differentiated, draw_tokens, filled
 
 E, H, S, B = 24, 4, 13, 2
 MLA: dict[str, Any] = {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 5}
@@ -29,25 +30,12 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "mla_absorbed": lambda **o: harness.MultiHeadLatentAttention(E, H, mode="absorbed", **MLA, **o),
     "mla_auto": lambda **o: harness.MultiHeadLatentAttention(E, H, mode="auto", q_lora_rank=7, **MLA, **o),
 }
+tokens = functools.partial(draw_tokens, batch=B, length=S, width=E)
 every_variant = pytest.mark.parametrize("name", BUILDERS)
 
 
 def make(name: str, *, dtype: torch.dtype = torch.float64, bias: bool = True, **options: Any) -> Any:
-    module = BUILDERS[name](bias=bias, **options)
-    randomise(module, torch.Generator().manual_seed(3))
-    return module.to(dtype).eval()
-
-
-def tokens(batch: int = B, length: int = S, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(batch, length, E, generator=torch.Generator().manual_seed(5)).to(dtype)
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Two orders of the same sums: each of the ~5 products of at most ~40 terms may lose `terms` roundings."""
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype == torch.float64
-    limit = 200 * torch.finfo(torch.float64).eps * max(1.0, float(expected.abs().max()))
-    assert float((actual - expected).abs().max()) <= limit
+    return filled(BUILDERS[name](bias=bias, **options), dtype, seed=3)
 
 
 def in_pieces(module: Any, x: Tensor, lengths: list[int], *, capacity: int = 0, **rules: Any) -> tuple[Tensor, Any]:
@@ -70,9 +58,7 @@ def in_pieces(module: Any, x: Tensor, lengths: list[int], *, capacity: int = 0, 
 @torch.no_grad()
 def test_chunked_prefill_and_decode_equal_the_full_forward(name: str, bias: bool, lengths: list[int]) -> None:
     module, x = make(name, bias=bias), tokens()
-    full = module(x, causal=True)
-    pieces, _ = in_pieces(module, x, lengths, causal=True)
-    assert_same(pieces, full)
+    assert_same(lambda x: in_pieces(module, x, lengths, causal=True)[0], lambda x: module(x, causal=True), x)
 
 
 @every_variant
@@ -99,8 +85,10 @@ def test_any_split_under_any_mask_equals_the_full_forward(name: str, data: st.Da
     module, x = make(name), tokens(length=length)
     with torch.no_grad():
         capacity = data.draw(st.sampled_from([0, length, 2 * length]), label="capacity")
-        pieces, cache = in_pieces(module, x, lengths, capacity=capacity, **rules)
-        assert_same(pieces, module(x, **rules))
+        _, cache = in_pieces(module, x, lengths, capacity=capacity, **rules)
+        assert_same(
+            lambda x: in_pieces(module, x, lengths, capacity=capacity, **rules)[0], lambda x: module(x, **rules), x
+        )
     held = sum(t.numel() for t in cache.streams())
     assert held == B * length * module.kv_elements_per_token()
 
@@ -132,8 +120,12 @@ def test_right_padding_leaves_the_valid_tokens_alone(name: str) -> None:
     mask = torch.arange(S) < valid[:, None, None, None]  # (B, 1, 1, S)
     out = module(x, mask=mask, causal=True)
     for row, length in enumerate(valid.tolist()):
-        alone = module(x[row : row + 1, :length], causal=True)
-        assert_same(out[row : row + 1, :length], alone)
+        part = (slice(row, row + 1), slice(length))
+        assert_same(
+            lambda x, part=part: module(x, mask=mask, causal=True)[part],
+            lambda x, part=part: module(x[part], causal=True),
+            x,
+        )
     spoilt = x.clone()
     spoilt[1, 8:] = 1e3
     assert torch.equal(module(spoilt, mask=mask, causal=True)[1, :8], out[1, :8])
@@ -146,11 +138,14 @@ def test_left_padding_with_decode_leaves_the_valid_tokens_alone(name: str) -> No
     module, x = make(name), tokens()
     skip = torch.tensor([0, 5])
     mask = torch.arange(S) >= skip[:, None, None, None]  # (B, 1, 1, S)
-    pieces, _ = in_pieces(module, x, [9, 1, 1, 1, 1], causal=True, mask=mask)
-    assert_same(pieces, module(x, mask=mask, causal=True))
+
+    def pieces(x: Tensor) -> Tensor:
+        return in_pieces(module, x, [9, 1, 1, 1, 1], causal=True, mask=mask)[0]
+
+    assert_same(pieces, lambda x: module(x, mask=mask, causal=True), x)
     for row, start in enumerate(skip.tolist()):
-        alone = module(x[row : row + 1, start:], causal=True)
-        assert_same(pieces[row : row + 1, start:], alone)
+        part = (slice(row, row + 1), slice(start, None))
+        assert_same(lambda x, part=part: pieces(x)[part], lambda x, part=part: module(x[part], causal=True), x)
 
 
 @every_variant
@@ -159,7 +154,7 @@ def test_a_padded_query_that_sees_nothing_gives_the_output_bias(name: str) -> No
     module, x = make(name), tokens()
     mask = torch.arange(S) >= torch.tensor([0, 5])[:, None, None, None]
     out = module(x, mask=mask, causal=True)
-    assert_same(out[1, :5], module.out_proj.bias.expand(5, E))
+    assert torch.equal(out[1, :5], module.out_proj.bias.expand(5, E))
 
 
 @every_variant
@@ -168,7 +163,10 @@ def test_batch_rows_are_independent(name: str) -> None:
     module, x = make(name), tokens(batch=3)
     out = module(x, causal=True)
     for row in range(3):
-        assert_same(out[row : row + 1], module(x[row : row + 1], causal=True))
+        part = slice(row, row + 1)
+        assert_same(
+            lambda x, part=part: module(x, causal=True)[part], lambda x, part=part: module(x[part], causal=True), x
+        )
     other = x.clone()
     other[1] = float("nan")
     spoilt = module(other, causal=True)
@@ -180,67 +178,63 @@ def test_batch_rows_are_independent(name: str) -> None:
 @every_variant
 @torch.no_grad()
 def test_causal_hides_the_future_even_if_it_is_nan(name: str) -> None:
-    module, x = make(name), tokens()
-    out = module(x, causal=True)
-    future = x.clone()
-    future[:, 7:] = float("nan")
-    assert_same(module(future, causal=True)[:, :7], out[:, :7])
+    module = make(name)
+    nan = torch.full((B, S - 7, E), float("nan"), dtype=torch.float64)
+    assert_same(
+        lambda x: module(torch.cat((x[:, :7], nan), dim=1), causal=True)[:, :7],
+        lambda x: module(x, causal=True)[:, :7],
+        tokens(),
+    )
 
 
 @every_variant
 def test_gradients_of_a_decode_equal_those_of_the_full_forward(name: str) -> None:
     module, x = make(name), tokens()
     cotangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = []
-    for lengths in ([S], [5, 4, 1, 1, 2]):
-        leaf = x.clone().requires_grad_()
-        out, _ = in_pieces(module, leaf, lengths, causal=True)
-        found.append(torch.autograd.grad(out, (leaf, *module.parameters()), cotangent))
-    for whole, pieces in zip(*found, strict=True):
-        assert_same(pieces, whole)
+    whole, pieces = (
+        differentiated(InPieces(module, lengths), dict(module.named_parameters()), cotangent)
+        for lengths in ([S], [5, 4, 1, 1, 2])
+    )
+    assert_same(pieces, whole, x)
 
 
 @every_variant
 @torch.no_grad()
 def test_cropping_the_cache_takes_tokens_back(name: str) -> None:
-    module, x = make(name), tokens()
-    cache = module.new_cache(S)
-    module(x[:, :6], causal=True, cache=cache)
-    module(x[:, 6:9] + 1, causal=True, cache=cache)  # a draft that is rejected
-    cache.crop(6)
-    rest = module(x[:, 6:], causal=True, cache=cache)
-    assert_same(rest, module(x, causal=True)[:, 6:])
+    module = make(name)
+
+    def rest(x: Tensor) -> Any:
+        cache = module.new_cache(S)
+        module(x[:, :6], causal=True, cache=cache)
+        module(x[:, 6:9] + 1, causal=True, cache=cache)  # a draft that is rejected
+        cache.crop(6)
+        return module(x[:, 6:], causal=True, cache=cache)
+
+    assert_same(rest, lambda x: module(x, causal=True)[:, 6:], tokens())
 
 
 # Against torch, and against each other.
 
 
-def as_torch(ours: Any) -> nn.MultiheadAttention:
-    theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64).eval()
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight]))
-        theirs.in_proj_bias.copy_(torch.cat([ours.q_proj.bias, ours.k_proj.bias, ours.v_proj.bias]))
-        theirs.out_proj.load_state_dict(ours.out_proj.state_dict())
-    return theirs
-
-
 @torch.no_grad()
 def test_mha_equals_torch_with_the_same_weights() -> None:
     ours, x = make("mha"), tokens()
-    theirs = as_torch(ours)
+    theirs = as_torch(ours.q_proj, ours.k_proj, ours.v_proj, ours.out_proj, heads=H)
     blocked = torch.ones(S, S, dtype=torch.bool).triu(1)  # torch: True = blocked
     padding = torch.arange(S) >= torch.tensor([[S], [9]])
-    for torch_rules, rules in (
+    pairs: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         ({}, {}),
         ({"attn_mask": blocked}, {"causal": True}),
         ({"attn_mask": blocked}, {"mask": ~blocked}),
         ({"key_padding_mask": padding}, {"mask": ~padding[:, None, None]}),
         ({"key_padding_mask": padding, "attn_mask": blocked}, {"mask": ~padding[:, None, None], "causal": True}),
-    ):
-        out, weights = theirs(x, x, x, average_attn_weights=False, **torch_rules)
-        our_out, our_weights = ours(x, need_weights=True, **rules)
-        assert_same(our_out, out)
-        assert_same(our_weights, weights)
+    )
+    for torch_rules, rules in pairs:
+        assert_same(
+            functools.partial(ours, need_weights=True, **rules),
+            lambda x, rules=torch_rules: theirs(x, x, x, average_attn_weights=False, **rules),
+            x,
+        )
 
 
 @torch.no_grad()
@@ -263,7 +257,7 @@ def test_gqa_equals_mha_with_each_kv_head_repeated(name: str, kv_heads: int) -> 
         for key, value in getattr(grouped, part).state_dict().items():
             heads = value.unflatten(0, (kv_heads, -1))
             getattr(getattr(mha, part), key).copy_(heads.repeat_interleave(H // kv_heads, 0).flatten(0, 1))
-    assert_same(grouped(x, causal=True), mha(x, causal=True))
+    assert_same(lambda x: grouped(x, causal=True), lambda x: mha(x, causal=True), x)
     if kv_heads == 2:
         wrong = grouped.k_proj.weight.unflatten(0, (2, -1)).repeat(2, 1, 1).flatten(0, 1)  # tiled
         mha.k_proj.weight.copy_(wrong)
@@ -280,12 +274,16 @@ def test_weights_are_probabilities_that_make_the_output(name: str) -> None:
     out, weights = module(x, causal=True, need_weights=True)
     assert weights.shape == (B, H, S, S)
     assert torch.equal(out, module(x, causal=True))
-    assert_same(weights.sum(-1), torch.ones(B, H, S, dtype=torch.float64))
+    # S quotients of one sum of S terms, summed again: at most S - 1 half roundings a sum, and one of each quotient.
+    assert float((weights.sum(-1) - 1).abs().max()) <= S * torch.finfo(torch.float64).eps
     assert float(weights.triu(1).abs().max()) == 0.0
-    cache = module.new_cache()
-    module(x[:, :-1], causal=True, cache=cache)
-    _, last = module(x[:, -1:], causal=True, cache=cache, need_weights=True)
-    assert_same(last, weights[:, :, -1:])
+
+    def last(x: Tensor) -> Any:
+        cache = module.new_cache()
+        module(x[:, :-1], causal=True, cache=cache)
+        return module(x[:, -1:], causal=True, cache=cache, need_weights=True)[1]
+
+    assert_same(last, lambda x: module(x, causal=True, need_weights=True)[1][:, :, -1:], x)
 
 
 @every_variant
@@ -303,7 +301,14 @@ def test_dropout_works_in_training_alone(name: str) -> None:
     # A weight is gone, or scaled up by 1 / (1 - p).
     _, kept = plain(x, causal=True, need_weights=True)
     gone = weights == 0
-    assert_same(weights[~gone], kept[~gone] / (1 - p))
+
+    def training_weights(x: Tensor) -> Any:
+        torch.manual_seed(0)
+        return module(x, causal=True, need_weights=True)[1]
+
+    assert_same(
+        training_weights, lambda x: plain(x, causal=True, need_weights=True)[1].masked_fill(gone, 0.0) / (1 - p), x
+    )
     share = float((gone & (kept > 0)).sum() / (kept > 0).sum())
     assert 0.4 < share < 0.6
 
@@ -325,8 +330,8 @@ def test_mla_does_not_absorb_under_dropout() -> None:
 @torch.no_grad()
 def test_sdpa_kernel_gives_the_same(name: str) -> None:
     eager_module, fused, x = make(name), make(name, kernel="sdpa"), tokens()
-    assert_same(fused(x, causal=True), eager_module(x, causal=True))
-    assert_same(in_pieces(fused, x, [5, 7, 1], causal=True)[0], eager_module(x, causal=True))
+    for candidate in (InPieces(fused, [S]), InPieces(fused, [5, 7, 1])):
+        assert_same(candidate, lambda x: eager_module(x, causal=True), x)
     with pytest.raises(Unsupported, match="no attention weights"):
         fused(x, need_weights=True)
 
@@ -387,7 +392,7 @@ def test_device_dtype_and_parameter_names(name: str) -> None:
 def test_no_tokens_and_no_rows(name: str) -> None:
     module = make(name)
     assert module(tokens(batch=0), causal=True).shape == (0, S, E)
-    assert_same(module(tokens(length=1), causal=True), module(tokens(length=1)))
+    assert_same(lambda x: module(x, causal=True), module, tokens(length=1))
 
 
 # RoPE.
@@ -395,13 +400,19 @@ def test_no_tokens_and_no_rows(name: str) -> None:
 
 def test_rope_turns_interleaved_pairs() -> None:
     x = torch.randn(1, 1, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    turned = Rope(4, theta=100.0)(x, start=3)
-    for token in range(6):
-        for pair in range(2):
-            angle = torch.tensor((token + 3) * 100.0 ** (-2 * pair / 4), dtype=torch.float64)
-            a, b = x[0, 0, token, 2 * pair], x[0, 0, token, 2 * pair + 1]
-            expected = torch.stack([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()])
-            assert_same(turned[0, 0, token, 2 * pair : 2 * pair + 2], expected)
+
+    def by_hand(x: Tensor) -> Tensor:
+        turned = torch.empty_like(x)
+        for token in range(6):
+            for pair in range(2):
+                angle = torch.tensor((token + 3) * 100.0 ** (-2 * pair / 4), dtype=torch.float64)
+                a, b = x[0, 0, token, 2 * pair], x[0, 0, token, 2 * pair + 1]
+                turned[0, 0, token, 2 * pair] = a * angle.cos() - b * angle.sin()
+                turned[0, 0, token, 2 * pair + 1] = a * angle.sin() + b * angle.cos()
+        return turned
+
+    rope = Rope(4, theta=100.0)
+    assert_same(lambda x: rope(x, start=3), by_hand, x)
 
 
 def test_rope_scores_depend_on_distance_alone() -> None:
@@ -411,7 +422,7 @@ def test_rope_scores_depend_on_distance_alone() -> None:
     far = rope(q, 1000) @ rope(k, 1000).mT
     # Angles of about 1000 are themselves rounded at 1000 eps.
     assert float((near - far).abs().max()) <= 1000 * 64 * torch.finfo(torch.float64).eps
-    assert_same(rope(q, 7).norm(dim=-1), q.norm(dim=-1))
+    assert_same(lambda q: rope(q, 7).norm(dim=-1), lambda q: q.norm(dim=-1), q)
 
 
 def test_rope_table_grows_with_positions_and_not_with_dtypes() -> None:

@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from harness import store
-from harness.environment import Environment
 from harness.record import Record
 from harness.report.page import StoredRun
+from tests.support.records import HERE, timed_record
 
-HERE = Environment("3.11", "2.13", "2", "3", "0.1", "Linux", "CPU 9", 2, 2, 2**30, "c0ffee", False)
 KV_HEADS = {"mha": 8, "gqa": 2, "mqa": 1}
 # Each would set window.hacked if any of it became markup, script or template.
 HOSTILE = (
@@ -24,21 +23,14 @@ HOSTILE = (
 
 
 def record(variant: str = "mha", *, seq_len: int = 128, phase: str = "prefill", **values: Any) -> Record:
+    """A causal cell whose size and times follow its key/value heads and its length; `values` are columns."""
     heads = KV_HEADS[variant]
     fields: dict[str, Any] = {
-        "kernel": "eager", "reference": "sdpa", "embed_dim": 256, "heads": 8, "kv_heads": heads, "head_dim": 32,
-        "kv_len": seq_len, "batch": 1, "mask": "causal", "dtype": "float32", "bias": True, "q_lora_rank": None,
-        "kv_lora_rank": None, "rope_head_dim": None, "v_head_dim": None, "status": "ok", "max_abs_err": 1e-7,
-        "err_budget": 2e-7, "err_ratio": 1.0, "params": 1000 * (8 + heads), "kv_bytes_per_token": 256.0 * heads,
-        "kv_cache_bytes": 256 * heads * seq_len, "latency_ms": seq_len / 100 + heads / 50, "ref_latency_ms": 2.0,
-        "latency_ratio": 1.0 + heads / 10, "latency_ratio_lo": 0.9, "latency_ratio_hi": 2.0,
+        "kv_heads": heads, "mask": "causal", "params": 1000 * (8 + heads), "kv_bytes_per_token": 256.0 * heads,
+        "kv_cache_bytes": 256 * heads * seq_len, "latency_ms": seq_len / 100 + heads / 50,
+        "latency_ratio": 1.0 + heads / 10, "latency_ratio_hi": 2.0,
     }  # fmt: skip
-    fields |= values
-    case_id = "-".join(
-        str(part) for part in (variant, f"e{fields['embed_dim']}", f"l{seq_len}", f"b{fields['batch']}", fields["mask"],
-                               phase, fields["dtype"], fields["kernel"])
-    )  # fmt: skip
-    return Record(case_id=case_id, variant=variant, seq_len=seq_len, phase=phase, **fields)
+    return timed_record(variant, seq_len=seq_len, phase=phase, **(fields | values))
 
 
 def run(*records: Record, label: str = "run", **values: Any) -> StoredRun:

@@ -1,5 +1,0 @@
-"""What several test files share."""
-
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent  # of the project
