@@ -77,7 +77,8 @@ def _pytest_night(task: Task, root: Path) -> dict[str, dict[str, float]]:
         saved, request = Path(folder) / "saved.json", Path(folder) / "request.json"
         request.write_text(json.dumps(task.request(root=str(root))))
         max_time = max(0.02, task.seconds / 2 - PYTEST_OVERHEAD_S)
-        options = ["-q", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider"]
+        # --noconftest: bench/conftest.py is about other cells.
+        options = ["-q", "-c", os.devnull, "--rootdir", folder, "--noconftest", "-p", "no:cacheprovider"]
         options += [f"--benchmark-max-time={max_time}", f"--benchmark-json={saved}", "--benchmark-quiet"]
         environment = _environment(task.threads) | {"PYTHONPATH": str(root), "STUDY_REQUEST": str(request)}
         command = [

@@ -189,7 +189,7 @@ COUNT_PRODUCTS = """
 import json, sys
 sys.path[:] = [sys.argv[1], *sys.path]
 import torch
-from harness import measure
+from harness.cell import measure
 from harness.cell.build import build_pair
 from harness.case import Case
 from harness.kernels.front import find_kernel
@@ -227,7 +227,8 @@ def test_a_slowed_tree_really_does_more_work(tmp_path):
 
 def test_trees_are_made_once(tmp_path):
     source = tmp_path / "source"
-    (source / "harness").mkdir(parents=True)
+    (source / "harness/cell").mkdir(parents=True)
+    (source / "bench").mkdir()
     (source / "harness/cell/measure.py").write_text("first = 1\n")
     make_trees(tmp_path / "trees", source)
     (source / "harness/cell/measure.py").write_text("second = 2\n")
