@@ -188,11 +188,16 @@ def test_sorting_by_keyboard_says_its_direction(page: "Chrome") -> None:
 
 
 def test_the_front_is_what_nothing_beats(page: "Chrome") -> None:
-    """mqa keeps least and is fastest here: it alone is on the front."""
+    """mqa keeps least and is fastest here: it alone is on the front. Once a filter has hidden it, gqa is."""
     open_tables(page)
-    rows = ask(page, "document.querySelector('[data-picture=tradeoffs] tbody').innerText").splitlines()
-    front = {row.split("\t")[0]: row.split("\t")[1] for row in rows}
-    assert front == {"mha": "no", "gqa": "no", "mqa": "yes"}
+
+    def front() -> dict[str, str]:
+        rows = ask(page, "document.querySelector('[data-picture=tradeoffs] tbody').innerText").splitlines()
+        return {row.split("\t")[0]: row.split("\t")[1] for row in rows}
+
+    assert front() == {"mha": "no", "gqa": "no", "mqa": "yes"}
+    tick(page, "variant", "mqa")
+    assert front() == {"mha": "no", "gqa": "yes"}
 
 
 def test_errors_beyond_the_picture_stand_on_its_edge(page: "Chrome") -> None:
