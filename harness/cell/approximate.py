@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from harness.cell.build import Pair, WatchedKernel, build_pair
-from harness.cell.referee import fast_path_off, golden_outputs, outputs
+from harness.cell.draws import Draws, Jitter, draw, fast_path_off, golden_backend, plain_and_jittered
+from harness.cell.referee import outputs
 from harness.cell.regimes import Inputs, make_inputs
 from harness.cell.rule import judge
 from harness.cell.timing import Ratio, Stopwatch
@@ -66,9 +67,7 @@ def difference(tally: Tally, q: Tensor, k: Tensor, v: Tensor, call: AttentionCal
         exact, words = _restricted(call, choice.shown()), "over the blocks that it kept"
     else:
         return None
-    with torch.no_grad():
-        reference, golden = (_eager(q, k, v, exact, dtype) for dtype in (q.dtype, torch.float64))
-        verdict = judge("out", out, [reference], [golden])
+    verdict = judge("out", out, *dense_draws((q, k, v), exact, jittered=False))
     # Without the jittered draws the noise floor is a low one: only what no rounding explains counts.
     return f"the kernel is not attention {words}: {verdict.reason}" if verdict.status == "mismatch" else None
 
@@ -79,8 +78,22 @@ def _restricted(call: AttentionCall, shown: Tensor) -> AttentionCall:
     return dataclasses.replace(call, mask=shown if call.mask is None else shown & call.mask)
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    return shield.run(find_kernel("eager"), q.to(dtype), k.to(dtype), v.to(dtype), call)[0]
+@torch.no_grad()
+def dense_draws(given: Sequence[Tensor], call: AttentionCall, *, jittered: bool) -> Draws[Tensor]:
+    """Of dense attention on `given`, which is q, k and v; the plain draw alone, or the jittered ones too."""
+    eager, dtype = find_kernel("eager"), given[0].dtype
+    jitter = Jitter(dtype, torch.Generator().manual_seed(0))
+
+    def run(given: Sequence[Tensor]) -> Tensor:
+        q, k, v = given
+        return shield.run(eager, q, k, v, dataclasses.replace(call, need_weights=False))[0]
+
+    return draw(
+        plain_and_jittered(given, lambda given: [jitter.tensor(t) for t in given]) if jittered else [given],
+        reference=run,
+        golden=lambda given: run([t.double() for t in given]),
+        dtype=dtype,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,7 +238,8 @@ def approximate(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Sto
             with kept_blocks_checked(pair.watch) as wrong:
                 c = outputs(pair, pair.candidate, inputs.candidate_x, cotangent)["out"]
             blocks = tally.take()
-            g = golden_outputs(pair, golden, inputs.x, cotangent)["out"]
+            with golden_backend(inputs.x.dtype):
+                g = outputs(pair, golden, inputs.x.double(), cotangent.double())["out"]
         if inputs.poisoned is not None:  # what the garbage itself gives is nobody's question
             c, g = c[~inputs.poisoned], g[~inputs.poisoned]
         mean = float((c.double() - g).abs().mean())

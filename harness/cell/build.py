@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.case import Case
+from harness.cell.draws import Jitter
 from harness.kernels.call import AttentionCall, Kernel
 from harness.references import Reference
 from harness.swaps import VARIANT, SwapReport, swap
@@ -45,10 +46,10 @@ class Side:
         views = tuple({key: _cast(value, dtype) for key, value in view.items()} for view in self.views)
         return dataclasses.replace(self, module=copy.deepcopy(self.module, memo).to(dtype), views=views)
 
-    def jittered(self, u: float, generator: torch.Generator) -> "Side":
-        """A copy whose weights and float masks moved by a random relative u."""
-        module = jittered_module(self.module, u, generator)
-        views = tuple({key: _jitter_value(value, u, generator) for key, value in view.items()} for view in self.views)
+    def jittered(self, jitter: Jitter) -> "Side":
+        """A copy whose weights and float masks moved."""
+        module = jitter.module(self.module)
+        views = tuple({key: jitter.value(value) for key, value in view.items()} for view in self.views)
         return dataclasses.replace(self, module=module, views=views)
 
 
@@ -174,20 +175,6 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(1.0 + 0.3 * noise)
 
 
-def jitter(tensor: Tensor, u: float, generator: torch.Generator) -> Tensor:
-    factor = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).mul_(2 * u).add_(1 - u)
-    return (tensor.double() * factor).to(tensor.dtype)
-
-
-def jittered_module(module: nn.Module, u: float, generator: torch.Generator) -> nn.Module:
-    """A copy, every parameter moved by a random relative u."""
-    moved = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter.copy_(jitter(parameter, u, generator))
-    return moved
-
-
 def _run_variant(
     module: nn.Module, x: Tensor, view: Mapping[str, Any], cache: Any, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -218,7 +205,3 @@ def _reference_view(
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _jitter_value(value: Any, u: float, generator: torch.Generator) -> Any:
-    return jitter(value, u, generator) if isinstance(value, Tensor) and value.is_floating_point() else value

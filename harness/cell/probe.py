@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from harness.case import Case
-from harness.cell.build import jitter
-from harness.cell.rule import JITTER_DRAWS, OK_FACTOR, decide, ratio_to
+from harness.cell.draws import Jitter, draw, plain_and_jittered
+from harness.cell.rule import JITTER_DRAWS, OK_FACTOR, conditioning, decide, ratio_to
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import attention, make_call
 from harness.kernels.plugin import dense_mask
@@ -176,10 +176,10 @@ OK = Finding("ok")
 def noise_of(question: Question, generator: torch.Generator) -> Noise:
     """All draws in one call, side by side in the batch."""
     dtype, B = question.q.dtype, question.q.shape[0]
-    u, draws = torch.finfo(dtype).eps, 1 + JITTER_DRAWS
+    jitter, draws = Jitter(dtype, generator), 1 + JITTER_DRAWS
 
     def drawn(t: Tensor) -> Tensor:
-        return torch.cat([t, *(jitter(t, u, generator) for _ in range(JITTER_DRAWS))])
+        return torch.cat(list(plain_and_jittered(t, jitter.tensor)))
 
     mask = question.mask
     if mask is not None:
@@ -187,12 +187,16 @@ def noise_of(question: Question, generator: torch.Generator) -> Noise:
         mask = drawn(mask) if mask.is_floating_point() else mask.repeat(draws, 1, 1, 1)
     stack = question.but(q=drawn(question.q), k=drawn(question.k), v=drawn(question.v), mask=mask)
     # In float64 the exact result is eager's own: that its rounding is seen, it is compared with another order of sums.
-    r = stack.ask("sdpa" if dtype == torch.float64 else "eager").double().unflatten(0, (draws, B))
-    g = stack.in_float64().ask("eager").unflatten(0, (draws, B))
-    # As in the acceptance rule: half types are scored in float32, and a jitter of their own eps would excuse more.
-    conditioning = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / u
-    moved = (g[1:] - g[0]).abs().amax(dim=(0, -1))
-    return Noise(torch.stack([(r - g).abs().amax(dim=(0, -1)), conditioning * moved, u * g[0].abs().amax(-1)]))
+    plain_kernel = "sdpa" if dtype == torch.float64 else "eager"
+    ((r,), (g,)) = draw(
+        [stack],
+        reference=lambda stack: stack.ask(plain_kernel).double().unflatten(0, (draws, B)),
+        golden=lambda stack: stack.in_float64().ask("eager").unflatten(0, (draws, B)),
+        dtype=dtype,
+    )
+    rounding, moved = (r - g).abs().amax(dim=(0, -1)), (g[1:] - g[0]).abs().amax(dim=(0, -1))
+    one_rounding = torch.finfo(dtype).eps * g[0].abs().amax(-1)
+    return Noise(torch.stack([rounding, conditioning(dtype) * moved, one_rounding]))
 
 
 def judge_relation(found: Tensor, expected: Tensor, noise: Noise, *, rows: Tensor | None = None) -> Finding:

@@ -287,9 +287,7 @@ def _measure_chunk(tensors: list[Tensor], may_differ: Tensor | None, dtype: torc
         r_err, r_sum = torch.maximum(r_err, error), r_sum + error.sum() / draws
         if at is not g:
             jitter = torch.maximum(jitter, closed(at - g))
-    # Half types are scored in fp32: there a jitter of the inputs' own eps would excuse half-precision scores.
-    u = torch.finfo(dtype).eps
-    jitter *= torch.finfo(torch.promote_types(dtype, torch.float32)).eps / u
+    jitter *= conditioning(dtype)
     if dtype == torch.float64:  # the golden is then no more exact than the reference: its own rounding adds as much
         r_err, r_sum = 2 * r_err, 2 * r_sum
     # Where the reference overflows nothing can be said; the rest of the tensor is judged all the same.
@@ -300,6 +298,13 @@ def _measure_chunk(tensors: list[Tensor], may_differ: Tensor | None, dtype: torc
     size = g.abs().masked_fill_(open_places, 0.0)
     rows = (r_err.amax(-1), jitter.amax(-1), size.amax(-1))
     return (*rows, not_finite, overflow, open_places, float(r_sum), float(jitter.sum()), float(size.sum()))
+
+
+def conditioning(dtype: torch.dtype) -> float:
+    """How much of the golden's movement counts. Half types are scored in float32: there a jitter of the inputs' own
+    eps would excuse half-precision scores.
+    """
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps / torch.finfo(dtype).eps
 
 
 def decide(ratio: float, block_ratio: float, mean_ratio: float = 0.0) -> str:

@@ -156,7 +156,7 @@ def _judge_fast_path(
         with comparing(seed, fast_path=True):
             return _end(batch.through(model), model, family)
 
-    references, goldens = draw_all(reference, batches, run, seed=seed)
+    references, goldens = draw_all(reference, batches, run, seed=seed, fast_path=True)
     candidate = run(swapped, each(batches, Tensor.clone))
     ((name, batch),) = batches.items()
     return [replace(row, kind="fast path") for row in _judge_batch(name, batch, candidate, references, goldens)]
