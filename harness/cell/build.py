@@ -37,10 +37,10 @@ class Side:
         """The golden: a copy in double precision of what is already rounded."""
         return self._in(torch.float64, {})
 
-    def in_float32(self, watch: "WatchedKernel", shadow_watch: "WatchedKernel") -> "Side":
-        """A copy in single precision of what is already rounded, around the same kernel under another watch."""
+    def in_float32(self, watch: "WatchedKernel") -> "Side":
+        """A copy in single precision of what is already rounded, around the same kernel."""
         # Copied, a bound method brings its object along: without the memo the user's kernel would be copied too.
-        return self._in(torch.float32, {id(watch): shadow_watch})
+        return self._in(torch.float32, {id(watch): watch})
 
     def _in(self, dtype: torch.dtype, memo: dict[int, Any]) -> "Side":
         views = tuple({key: _cast(value, dtype) for key, value in view.items()} for view in self.views)
@@ -64,6 +64,11 @@ class Pair:
     steps: tuple[tuple[range, range], ...]  # positions of the queries and of the keys of each step
 
     @property
+    def calls(self) -> int:
+        """How often the candidate's kernel ran since the swap; a float32 copy's calls are not among them."""
+        return sum(module.calls for module in self.swap_report.swapped)
+
+    @property
     def compares_weights(self) -> bool:
         # torch's MHA gives NaN weights for dead rows where our policy is 0: those cells compare outputs alone.
         both = self.reference.gives_weights and self.candidate.gives_weights
@@ -71,13 +76,11 @@ class Pair:
 
     def in_float32(self) -> "Pair":
         """Both sides on float32 copies of the rounded weights and masks: there no rounding of q, k and v hides bugs."""
-        watch = WatchedKernel(self.watch.kernel)  # its own, so that `calls` stay those of the cell's own dtype
         return dataclasses.replace(
             self,
             case=dataclasses.replace(self.case, dtype="float32"),
-            reference=self.reference.in_float32(self.watch, watch),
-            candidate=self.candidate.in_float32(self.watch, watch),
-            watch=watch,
+            reference=self.reference.in_float32(self.watch),
+            candidate=self.candidate.in_float32(self.watch),
         )
 
 
@@ -90,16 +93,15 @@ class WrongDtype(ContractBroken):
 
 
 class WatchedKernel:
-    """Counts a kernel's calls and, while `checking` (always but when timing), sees to it that the contract is kept."""
+    """A kernel that is held to its contract while `checking`: always but when timing."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.calls, self.checking = kernel, 0, True
+        self.kernel, self.checking = kernel, True
 
     def as_kernel(self) -> Kernel:
         return dataclasses.replace(self.kernel, run=self.run)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        self.calls += 1
         if not self.checking:
             return self.kernel.run(q, k, v, call)
         inputs = {"q": q, "k": k, "v": v} | ({} if call.mask is None else {"mask": call.mask})

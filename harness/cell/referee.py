@@ -192,7 +192,6 @@ class _NoFloat32(Exception):
 def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
     poison = float("nan") if pair.watch.kernel.shielded else None
     referee = Referee(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
-    pair.watch.calls = 0  # those of the comparison alone: what it bypasses, weighing may have called
     verdicts = tuple(referee.examine(pair))
     if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
         raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
