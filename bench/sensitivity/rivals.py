@@ -17,7 +17,8 @@ from torch import Tensor
 
 from harness.case import Case
 from harness.cell.build import Pair
-from harness.cell.referee import fast_path_off, outputs, source_of
+from harness.cell.draws import fast_path_off
+from harness.cell.referee import outputs, source_of
 from harness.cell.state import preserved
 from harness.mutants.result import KILLED
 from harness.mutants.saboteurs.saboteur import Saboteur, load_all
@@ -117,7 +118,7 @@ def compared(cell: StudiedCell, pair: Pair) -> Iterator[Compared]:
     for name, candidate in found.items():
         if name == "weights":
             continue
-        references, goldens = expected.draws(name, source_of(pair, name))
+        references, goldens = expected.tensor(name, source_of(pair, name))
         yield Compared(candidate, references[0], goldens[0], name.startswith("grad "))
 
 

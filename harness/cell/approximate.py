@@ -6,7 +6,6 @@ attention over the blocks that it kept, however wide the limits; and where it le
 acceptance rule holds for it as for any other kernel.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from harness.cell.build import Pair, WatchedKernel, build_pair
-from harness.cell.referee import fast_path_off, golden_outputs, outputs
+from harness.cell.draws import Draws, Jitter, draw, fast_path_off, golden_backend, plain_and_jittered
+from harness.cell.referee import outputs
 from harness.cell.regimes import Inputs, make_inputs
 from harness.cell.rule import judge
 from harness.cell.timing import Ratio, Stopwatch
@@ -26,24 +26,24 @@ from harness.kernels.call import AttentionCall, BlockCount, Tally
 from harness.kernels.front import find_kernel
 from harness.suite.schema import Accuracy
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Is an approximate kernel right in what it does compute? Limits on its error allow for what it left out alone.
+DENSE = "tiled"  # the exact kernel beside which an approximate one is timed
+AT_LEAST = frozenset({"cosine"})  # limits from below; the others are from above
 
 
 @contextmanager
 def kept_blocks_checked(watch: WatchedKernel) -> Iterator[list[str]]:
     """While open, every call is compared with dense attention over its own kept blocks; the list tells what differs."""
-    kernel, found = watch.kernel, list[str]()
+    kernel, differences = watch.kernel, list[str]()
 
     def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         out, weights = kernel.run(q, k, v, call)
         if kernel.tally is not None and (words := difference(kernel.tally, q, k, v, call, out)):
-            found.append(words)
+            differences.append(words)
         return out, weights
 
-    watch.kernel = dataclasses.replace(kernel, run=run)
+    watch.kernel = replace(kernel, run=run)
     try:
-        yield found
+        yield differences
     finally:
         watch.kernel = kernel
 
@@ -66,28 +66,33 @@ def difference(tally: Tally, q: Tensor, k: Tensor, v: Tensor, call: AttentionCal
         exact, words = _restricted(call, choice.shown()), "over the blocks that it kept"
     else:
         return None
-    with torch.no_grad():
-        reference, golden = (_eager(q, k, v, exact, dtype) for dtype in (q.dtype, torch.float64))
-        verdict = judge("out", out, [reference], [golden])
+    verdict = judge("out", out, *dense_draws((q, k, v), exact, jittered=False))
     # Without the jittered draws the noise floor is a low one: only what no rounding explains counts.
     return f"the kernel is not attention {words}: {verdict.reason}" if verdict.status == "mismatch" else None
 
 
 def _restricted(call: AttentionCall, shown: Tensor) -> AttentionCall:
     if call.bias is not None:
-        return dataclasses.replace(call, mask=call.bias.masked_fill(~shown, -math.inf))
-    return dataclasses.replace(call, mask=shown if call.mask is None else shown & call.mask)
+        return replace(call, mask=call.bias.masked_fill(~shown, -math.inf))
+    return replace(call, mask=shown if call.mask is None else shown & call.mask)
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    return shield.run(find_kernel("eager"), q.to(dtype), k.to(dtype), v.to(dtype), call)[0]
+@torch.no_grad()
+def dense_draws(given: Sequence[Tensor], call: AttentionCall, *, jittered: bool) -> Draws[Tensor]:
+    """Of dense attention on `given`, which is q, k and v; the plain draw alone, or the jittered ones too."""
+    eager, dtype = find_kernel("eager"), given[0].dtype
+    jitter = Jitter(dtype, torch.Generator().manual_seed(0))
 
+    def run(given: Sequence[Tensor]) -> Tensor:
+        q, k, v = given
+        return shield.run(eager, q, k, v, replace(call, need_weights=False))[0]
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-DENSE = "tiled"  # the exact kernel beside which an approximate one is timed
-AT_LEAST = frozenset({"cosine"})  # limits from below; the others are from above
+    return draw(
+        plain_and_jittered(given, lambda given: [jitter.tensor(t) for t in given]) if jittered else [given],
+        reference=run,
+        golden=lambda given: run([t.double() for t in given]),
+        dtype=dtype,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +120,13 @@ class Metrics:
 
     def failures(self, limits: Accuracy) -> list[str]:
         """In words; a NaN is within no limit."""
-        found = []
+        beyond = []
         for name, limit in asdict(limits).items():
             value = getattr(self, name)
             if limit is None or (value >= limit if name in AT_LEAST else value <= limit):
                 continue
-            found.append(f"{name} {value:.3g}, must be at {'least' if name in AT_LEAST else 'most'} {limit:g}")
-        return found
+            beyond.append(f"{name} {value:.3g}, must be at {'least' if name in AT_LEAST else 'most'} {limit:g}")
+        return beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +189,20 @@ class Approximation:
         reasons = [f"out in regime {regime}: {words}" for regime, words in failed if words]
         return ("mismatch", " | ".join(reasons)) if reasons else ("ok", None)
 
-    def columns(self) -> dict[str, Any]:
+    def error_columns(self) -> dict[str, Any]:
+        """Of the record, where the acceptance rule does not judge and has none to give."""
         worst = self.worst
         return {
             "max_abs_err": worst.metrics.max_abs,
             "mean_abs_err": worst.mean_abs,
             "worst_tensor": "out",
             "worst_regime": worst.regime,
+        }
+
+    def columns(self) -> dict[str, Any]:
+        """Of the record: what was left out and how close it came, whoever judges."""
+        worst = self.worst
+        return {
             "sparsity": worst.blocks.sparsity,
             "rel_l1": worst.metrics.rel_l1,
             "cosine": worst.metrics.cosine,
@@ -217,23 +229,23 @@ def approximate(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Sto
     if tally is None:
         raise ValueError(f"kernel {pair.watch.kernel.name} is approximate and counts nothing: it has no tally")
     golden = pair.reference.in_float64()
-    pair.watch.calls = 0
-    found, drawn = [], {}
+    closenesses, drawn = [], {}
     for inputs, cotangent in _draw(pair, regimes, seed):
         tally.take()
         with fast_path_off(), stopwatch.running():
             with kept_blocks_checked(pair.watch) as wrong:
                 c = outputs(pair, pair.candidate, inputs.candidate_x, cotangent)["out"]
             blocks = tally.take()
-            g = golden_outputs(pair, golden, inputs.x, cotangent)["out"]
+            with golden_backend(inputs.x.dtype):
+                g = outputs(pair, golden, inputs.x.double(), cotangent.double())["out"]
         if inputs.poisoned is not None:  # what the garbage itself gives is nobody's question
             c, g = c[~inputs.poisoned], g[~inputs.poisoned]
         mean = float((c.double() - g).abs().mean())
-        found.append(Closeness(inputs.regime, Metrics.of(c, g), mean, blocks, wrong=next(iter(wrong), None)))
+        closenesses.append(Closeness(inputs.regime, Metrics.of(c, g), mean, blocks, wrong=next(iter(wrong), None)))
         drawn[inputs.regime] = inputs
-    if not found:
+    if not closenesses:
         raise ArithmeticError(f"none of {', '.join(regimes)} applies to this cell")
-    return Approximation(tuple(found), drawn)
+    return Approximation(tuple(closenesses), drawn)
 
 
 def _draw(pair: Pair, regimes: Sequence[str], seed: int) -> Iterator[tuple[Inputs, Tensor]]:
@@ -247,6 +259,4 @@ def _draw(pair: Pair, regimes: Sequence[str], seed: int) -> Iterator[tuple[Input
 
 def dense_pair(pair: Pair, seed: int) -> Pair:
     """The same cell with the same weights around the dense kernel."""
-    from harness.kernels.front import find_kernel
-
     return build_pair(pair.case, find_kernel(DENSE), seed)

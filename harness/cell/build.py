@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.case import Case
+from harness.cell.draws import Jitter
 from harness.kernels.call import AttentionCall, Kernel
 from harness.references import Reference
 from harness.swaps import VARIANT, SwapReport, swap
@@ -36,19 +37,19 @@ class Side:
         """The golden: a copy in double precision of what is already rounded."""
         return self._in(torch.float64, {})
 
-    def in_float32(self, watch: "WatchedKernel", shadow_watch: "WatchedKernel") -> "Side":
-        """A copy in single precision of what is already rounded, around the same kernel under another watch."""
+    def in_float32(self, watch: "WatchedKernel") -> "Side":
+        """A copy in single precision of what is already rounded, around the same kernel."""
         # Copied, a bound method brings its object along: without the memo the user's kernel would be copied too.
-        return self._in(torch.float32, {id(watch): shadow_watch})
+        return self._in(torch.float32, {id(watch): watch})
 
     def _in(self, dtype: torch.dtype, memo: dict[int, Any]) -> "Side":
         views = tuple({key: _cast(value, dtype) for key, value in view.items()} for view in self.views)
         return dataclasses.replace(self, module=copy.deepcopy(self.module, memo).to(dtype), views=views)
 
-    def jittered(self, u: float, generator: torch.Generator) -> "Side":
-        """A copy whose weights and float masks moved by a random relative u."""
-        module = jittered_module(self.module, u, generator)
-        views = tuple({key: _jitter_value(value, u, generator) for key, value in view.items()} for view in self.views)
+    def jittered(self, jitter: Jitter) -> "Side":
+        """A copy whose weights and float masks moved."""
+        module = jitter.module(self.module)
+        views = tuple({key: jitter.value(value) for key, value in view.items()} for view in self.views)
         return dataclasses.replace(self, module=module, views=views)
 
 
@@ -63,6 +64,11 @@ class Pair:
     steps: tuple[tuple[range, range], ...]  # positions of the queries and of the keys of each step
 
     @property
+    def calls(self) -> int:
+        """How often the candidate's kernel ran since the swap; a float32 copy's calls are not among them."""
+        return sum(module.calls for module in self.swap_report.swapped)
+
+    @property
     def compares_weights(self) -> bool:
         # torch's MHA gives NaN weights for dead rows where our policy is 0: those cells compare outputs alone.
         both = self.reference.gives_weights and self.candidate.gives_weights
@@ -70,13 +76,11 @@ class Pair:
 
     def in_float32(self) -> "Pair":
         """Both sides on float32 copies of the rounded weights and masks: there no rounding of q, k and v hides bugs."""
-        watch = WatchedKernel(self.watch.kernel)  # its own, so that `calls` stay those of the cell's own dtype
         return dataclasses.replace(
             self,
             case=dataclasses.replace(self.case, dtype="float32"),
-            reference=self.reference.in_float32(self.watch, watch),
-            candidate=self.candidate.in_float32(self.watch, watch),
-            watch=watch,
+            reference=self.reference.in_float32(self.watch),
+            candidate=self.candidate.in_float32(self.watch),
         )
 
 
@@ -89,16 +93,15 @@ class WrongDtype(ContractBroken):
 
 
 class WatchedKernel:
-    """Counts a kernel's calls and, while `checking` (always but when timing), sees to it that the contract is kept."""
+    """A kernel that is held to its contract while `checking`: always but when timing."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.calls, self.checking = kernel, 0, True
+        self.kernel, self.checking = kernel, True
 
     def as_kernel(self) -> Kernel:
         return dataclasses.replace(self.kernel, run=self.run)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        self.calls += 1
         if not self.checking:
             return self.kernel.run(q, k, v, call)
         inputs = {"q": q, "k": k, "v": v} | ({} if call.mask is None else {"mask": call.mask})
@@ -174,20 +177,6 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(1.0 + 0.3 * noise)
 
 
-def jitter(tensor: Tensor, u: float, generator: torch.Generator) -> Tensor:
-    factor = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).mul_(2 * u).add_(1 - u)
-    return (tensor.double() * factor).to(tensor.dtype)
-
-
-def jittered_module(module: nn.Module, u: float, generator: torch.Generator) -> nn.Module:
-    """A copy, every parameter moved by a random relative u."""
-    moved = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter.copy_(jitter(parameter, u, generator))
-    return moved
-
-
 def _run_variant(
     module: nn.Module, x: Tensor, view: Mapping[str, Any], cache: Any, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -218,7 +207,3 @@ def _reference_view(
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _jitter_value(value: Any, u: float, generator: torch.Generator) -> Any:
-    return jitter(value, u, generator) if isinstance(value, Tensor) and value.is_floating_point() else value

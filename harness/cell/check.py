@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.cell.build import jitter, jittered_module
-from harness.cell.referee import fast_path_off, golden_backend
-from harness.cell.rule import JITTER_DRAWS, Equivalence, TensorVerdict, judge
+from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered
+from harness.cell.rule import Equivalence, TensorVerdict, judge
 
 Function = Callable[..., Any]
+Subject = tuple[Function, dict[str, Any]]  # what is called, and its arguments by name
 PARAMETER = "grad parameter "  # two modules may name and cut their parameters differently: only shared names compare
 
 
@@ -30,34 +30,32 @@ def check(
     of tensors. With `gradients` those of every floating input are compared too, and of every parameter that both
     modules have under the same name.
     """
-    generator = torch.Generator().manual_seed(seed)
     arguments = _named(inputs)
-    tensors = {key: value for key, value in arguments.items() if _is_real(value)}
-    if not tensors:
+    dtype = next((value.dtype for value in arguments.values() if _is_real(value)), None)
+    if dtype is None:
         raise ValueError("inputs hold no floating-point tensor: there is nothing to compare")
-    dtype = next(iter(tensors.values())).dtype
-    u = torch.finfo(dtype).eps
-    cotangents: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(seed)
+    jitter, runner = Jitter(dtype, generator), _Runner(gradients, generator)
 
+    def shake(plain: Subject) -> Subject:
+        function, values = plain
+        shaken = {key: jitter.value(value) for key, value in values.items()}
+        return jitter.module(function) if isinstance(function, nn.Module) else function, shaken
+
+    draws = draw(
+        list(plain_and_jittered((reference, arguments), shake)),  # all before the first run, which draws cotangents
+        reference=lambda drawn: runner.run(*drawn),
+        golden=lambda drawn: runner.run(_in_float64(drawn[0]), _double(drawn[1])),
+        dtype=dtype,
+    )
+    expected = draws.references[0]
+    _refuse_other_outputs(expected)
     written: list[str] = []  # by the candidate: what the reference does to its own copies is its affair
-
-    def run(function: Function, values: Mapping[str, Any]) -> dict[str, Any]:
-        return _run(function, values, cotangents, generator, gradients, written if function is candidate else [])
-
-    def draw() -> tuple[Function, dict[str, Any]]:
-        shaken = {key: jitter(value, u, generator) if key in tensors else value for key, value in arguments.items()}
-        return _jittered(reference, u, generator), shaken
-
-    draws = [(reference, arguments), *(draw() for _ in range(JITTER_DRAWS))]
     with fast_path_off():
-        r = [run(function, values) for function, values in draws]
-        _refuse_other_outputs(r[0])
-        c = run(candidate, arguments)
-        with golden_backend(dtype):
-            g = [run(_in_float64(function), _double(values)) for function, values in draws]
-    names = [name for name in r[0] if name in c or not name.startswith(PARAMETER)]
-    extra = [name for name in c if name not in r[0] and not name.startswith(PARAMETER)]
-    verdicts = [_verdict(name, c.get(name), r, g) for name in names]
+        c = runner.run(candidate, arguments, written)
+    names = [name for name in expected if name in c or not name.startswith(PARAMETER)]
+    extra = [name for name in c if name not in expected and not name.startswith(PARAMETER)]
+    verdicts = [_verdict(name, c.get(name), draws) for name in names]
     verdicts += [TensorVerdict(name, "given", "mismatch", "the reference has none") for name in extra]
     verdicts += [TensorVerdict(f"input {name}", "given", "mismatch", "was written into") for name in written]
     return Equivalence(tuple(verdicts))
@@ -82,15 +80,9 @@ def _refuse_other_outputs(outputs: Mapping[str, Any]) -> None:
         raise ValueError("the reference returned nothing: there is nothing to compare")
 
 
-def _verdict(name: str, candidate: Any, r: list[dict[str, Any]], g: list[dict[str, Any]]) -> TensorVerdict:
-    return judge(
-        name,
-        candidate,
-        [draw[name] for draw in r],
-        [draw[name] for draw in g],
-        regime="given",
-        is_gradient=name.startswith("grad "),
-    )
+def _verdict(name: str, candidate: Any, draws: Draws[dict[str, Any]]) -> TensorVerdict:
+    of_name = draws.map(lambda outputs: outputs[name])
+    return judge(name, candidate, *of_name, regime="given", is_gradient=name.startswith("grad "))
 
 
 def _named(inputs: Any) -> dict[str, Any]:
@@ -114,45 +106,47 @@ def _in_float64(function: Function) -> Function:
     return copy.deepcopy(function).double() if isinstance(function, nn.Module) else function
 
 
-def _jittered(function: Function, u: float, generator: torch.Generator) -> Function:
-    return jittered_module(function, u, generator) if isinstance(function, nn.Module) else function
+class _Runner:
+    """All outputs (and gradients) by name. Cotangents are drawn once: every run differentiates the same scalar."""
+
+    def __init__(self, gradients: bool, generator: torch.Generator) -> None:
+        self.gradients, self.generator = gradients, generator
+        self.cotangents: dict[str, Tensor] = {}
+
+    def run(self, function: Function, values: Mapping[str, Any], written: list[str] | None = None) -> dict[str, Any]:
+        """On copies of the values; the names of those that the function changed are added to `written`."""
+        leaves = {k: v.detach().clone().requires_grad_(self.gradients) if _is_real(v) else v for k, v in values.items()}
+        positional = [leaves[key] for key in leaves if key.isdecimal()]
+        keyword = {key: value for key, value in leaves.items() if not key.isdecimal()}
+        with torch.set_grad_enabled(self.gradients):
+            named = _outputs(function(*positional, **keyword))
+        if written is not None:
+            written += [key for key, value in values.items() if _is_real(value) and not _same(leaves[key], value)]
+        if not self.gradients:
+            return named
+        outputs = {key: out.detach() if isinstance(out, Tensor) else out for key, out in named.items()}
+        return outputs | self._gradients(function, leaves, named)
+
+    def _gradients(self, function: Function, leaves: dict[str, Any], named: dict[str, Any]) -> dict[str, Tensor]:
+        roots = {key: out for key, out in named.items() if isinstance(out, Tensor) and out.requires_grad}
+        for key, out in roots.items():
+            if key not in self.cotangents:
+                self.cotangents[key] = torch.randn(out.shape, generator=self.generator).to(out.dtype)
+        wanted = {key: value for key, value in leaves.items() if _is_real(value)}
+        if isinstance(function, nn.Module):
+            wanted |= {f"parameter {key}": p for key, p in function.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(
+            list(roots.values()),
+            list(wanted.values()),
+            [self.cotangents[key].to(out.dtype) for key, out in roots.items()],
+            materialize_grads=True,
+            allow_unused=True,
+        )
+        return {f"grad {key}": gradient for key, gradient in zip(wanted, gradients, strict=True)}
 
 
-def _run(
-    function: Function,
-    values: Mapping[str, Any],
-    cotangents: dict[str, Tensor],
-    generator: torch.Generator,
-    gradients: bool,
-    written: list[str],
-) -> dict[str, Any]:
-    """All outputs (and gradients) by name; notes in `written` the inputs that the function changed."""
-    leaves = {k: v.detach().clone().requires_grad_(gradients) if _is_real(v) else v for k, v in values.items()}
-    positional = [leaves[key] for key in leaves if key.isdecimal()]
-    keyword = {key: value for key, value in leaves.items() if not key.isdecimal()}
-    with torch.set_grad_enabled(gradients):
-        named = _outputs(function(*positional, **keyword))
-    for key, value in values.items():
-        if _is_real(value) and not torch.allclose(leaves[key], value, rtol=0, atol=0, equal_nan=True):
-            written.append(key)
-    if not gradients:
-        return named
-    roots = {key: out for key, out in named.items() if isinstance(out, Tensor) and out.requires_grad}
-    for key, out in roots.items():
-        if key not in cotangents:  # drawn once, so that every run differentiates the same scalar
-            cotangents[key] = torch.randn(out.shape, generator=generator).to(out.dtype)
-    wanted = {key: value for key, value in leaves.items() if _is_real(value)}
-    if isinstance(function, nn.Module):
-        wanted |= {f"parameter {key}": p for key, p in function.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(
-        list(roots.values()),
-        list(wanted.values()),
-        [cotangents[key].to(out.dtype) for key, out in roots.items()],
-        materialize_grads=True,
-        allow_unused=True,
-    )
-    found = {f"grad {key}": grad for key, grad in zip(wanted, grads, strict=True)}
-    return {key: out.detach() if isinstance(out, Tensor) else out for key, out in named.items()} | found
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _outputs(result: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from harness.cell.probe import OK, Finding, Probe, Question, judge_relation
+from harness.cell.probe import OK, CheckResult, Probe, Question, judge_relation
 from harness.cell.relations import as_views
 from harness.swaps.weights import same_bits
 
@@ -16,7 +16,7 @@ SIGMAS = 6.0
 TORCHS_OWN = ("scaled_dot_product", "multi_head_attention")  # in the names of torch's attention functions
 
 
-def repeated_call(probe: Probe) -> Finding | None:
+def repeated_call(probe: Probe) -> CheckResult | None:
     """The same bits again, at once and after another call; and what was returned stays as it was."""
     again = probe.question.ask(probe.kernel).clone()
     flipped = torch.arange(probe.question.q.shape[0]).flip(0)
@@ -26,28 +26,28 @@ def repeated_call(probe: Probe) -> Finding | None:
     # Of a single query few numbers are rounded: all queries together leave less to luck.
     whole = probe.whole.ask(probe.kernel).clone()
     if not (same_bits(again, probe.answer) and same_bits(probe.whole.ask(probe.kernel), whole)):
-        return Finding("mismatch", "the same call gave other bits the second time")
+        return CheckResult("mismatch", "the same call gave other bits the second time")
     if not same_bits(later, probe.answer):
-        return Finding("mismatch", "the same call gave other bits after a call with other inputs")
+        return CheckResult("mismatch", "the same call gave other bits after a call with other inputs")
     if not kept:
-        return Finding("mismatch", "a result was overwritten by later calls")
+        return CheckResult("mismatch", "a result was overwritten by later calls")
     return OK
 
 
-def inputs_untouched(probe: Probe) -> Finding | None:
+def inputs_untouched(probe: Probe) -> CheckResult | None:
     """Nothing is written, not even beside a view in its buffer, and the result is memory of its own."""
     question, buffers = as_views(probe.question)
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     out = question.ask(probe.kernel)
     for name, buffer in buffers.items():
         if not same_bits(buffer, before[name]):
-            return Finding("mismatch", f"wrote into the buffer that {name} is a view of")
+            return CheckResult("mismatch", f"wrote into the buffer that {name} is a view of")
         if out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
-            return Finding("mismatch", f"the result shares memory with {name}")
+            return CheckResult("mismatch", f"the result shares memory with {name}")
     return OK
 
 
-def dropout(probe: Probe) -> Finding | None:
+def dropout(probe: Probe) -> CheckResult | None:
     """Dropped weights are p of all, and the others grow so that the expectation stays.
 
     Values are one-hot, keys taking turns on the channels: a row's sum is the sum of its weights, and a channel that one
@@ -66,24 +66,24 @@ def dropout(probe: Probe) -> Finding | None:
     alone = ((padded > 0).sum(-2) == 1) & (padded.sum(-2) > torch.finfo(question.v.dtype).tiny)
 
     if not bool(out.isfinite().all()):
-        return Finding("mismatch", f"not finite with dropout_p = {DROPOUT}")
+        return CheckResult("mismatch", f"not finite with dropout_p = {DROPOUT}")
     kept = 1 - DROPOUT
     if torch.equal(out, question.ask(probe.kernel).double()):
         reason = f"dropout_p = {DROPOUT} changes nothing"
         # SDPA's signature has the argument even where a kernel is meant for inference alone.
-        return Finding("mismatch" if probe.is_built_in else "skipped", reason)
+        return CheckResult("mismatch" if probe.is_built_in else "skipped", reason)
     mean, expected = float(out.sum(-1).mean()), float(weights.sum(-1).mean())
     sigma = float((squares.sum() * DROPOUT / kept).sqrt()) / weights[..., 0].numel()
     if not abs(mean - expected) <= SIGMAS * sigma + u:
         reason = f"weights sum to {mean:.4f} on average instead of {expected:.4f}, sigma {sigma:.2g}"
-        return Finding("mismatch", reason)
+        return CheckResult("mismatch", reason)
     n, dropped = int(alone.sum()), int((out[alone] == 0).sum())
     if not abs(dropped - n * DROPOUT) <= SIGMAS * (n * DROPOUT * kept) ** 0.5:
-        return Finding("mismatch", f"{dropped} of {n} weights dropped at dropout_p = {DROPOUT}")
+        return CheckResult("mismatch", f"{dropped} of {n} weights dropped at dropout_p = {DROPOUT}")
     return OK
 
 
-def delegation(probe: Probe) -> Finding | None:
+def delegation(probe: Probe) -> CheckResult | None:
     """A built-in kernel that calls torch's attention would be compared with itself, unless it says so."""
     spy = _Spy()
     # A compiled kernel runs uncompiled here: dynamo would trace the spy along with it.
@@ -93,10 +93,10 @@ def delegation(probe: Probe) -> Finding | None:
         return OK
     reason = f"calls torch's {', '.join(sorted(spy.seen))}"
     allowed = probe.kernel.delegates or not probe.is_built_in
-    return Finding("ok" if allowed else "mismatch", reason)
+    return CheckResult("ok" if allowed else "mismatch", reason)
 
 
-def dead_rows(probe: Probe) -> Finding | None:
+def dead_rows(probe: Probe) -> CheckResult | None:
     """A query that may attend nothing gives 0, and gradients of 0; the other queries do not notice."""
     question = probe.question.densely_masked()
     if question.mask is None or not (probe.keeps_nan_out or probe.rule.has_dead_rows):
@@ -110,15 +110,15 @@ def dead_rows(probe: Probe) -> Finding | None:
     dead = ~allowed.any(-1)  # (B, H, L)
     out = question.ask(probe.kernel)
     if not bool((out[dead] == 0).all()):
-        return Finding("mismatch", "a query that may attend nothing does not give 0")
+        return CheckResult("mismatch", "a query that may attend nothing does not give 0")
     if probe.phase == "train":
         for name, gradient in _gradients(probe, question, dead):
             if not bool((gradient == 0).all()):
-                return Finding("mismatch", f"a query that may attend nothing has a gradient in {name}")
-    return judge_relation(out, probe.answer, probe.noise.times(2), rows=~dead)
+                return CheckResult("mismatch", f"a query that may attend nothing has a gradient in {name}")
+    return judge_relation(out, probe.answer, probe.floor.times(2), rows=~dead)
 
 
-def hidden_nan(probe: Probe) -> Finding | None:
+def hidden_nan(probe: Probe) -> CheckResult | None:
     """A key and a value of NaN change nothing for queries that may not see them."""
     question, allowed = probe.question, probe.question.allowed()
     if allowed is None or not probe.keeps_nan_out:
@@ -129,12 +129,10 @@ def hidden_nan(probe: Probe) -> Finding | None:
         return None
     k, v = question.k.clone(), question.v.clone()
     k[:, :, least_seen] = v[:, :, least_seen] = float("nan")
-    found = question.but(k=k, v=v).ask(probe.kernel)
-    finding = judge_relation(
-        torch.where(blind[..., None], found, probe.answer), probe.answer, probe.noise.times(2), rows=blind
-    )
-    leaked = finding.reason == "not finite"
-    return Finding("mismatch", "NaN leaks from behind the mask") if leaked else finding
+    answer = torch.where(blind[..., None], question.but(k=k, v=v).ask(probe.kernel), probe.answer)
+    result = judge_relation(answer, probe.answer, probe.floor.times(2), rows=blind)
+    leaked = result.reason == "not finite"
+    return CheckResult("mismatch", "NaN leaks from behind the mask") if leaked else result
 
 
 class _Spy(TorchFunctionMode):

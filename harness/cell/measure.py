@@ -1,9 +1,9 @@
-"""Case -> Record: is it the same, what does it weigh, how fast is it."""
+"""Case -> Record: is it the same, what does it weigh, how fast is it, how much memory does one call take."""
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch._C import _autograd as autograd
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 from harness.case import Case
+from harness.cell import record_of
 from harness.cell.approximate import Approximation, approximate, dense_pair
 from harness.cell.build import ContractBroken, Pair, Side, build_pair
 from harness.cell.referee import compare_pair, run_steps, train_step
@@ -21,34 +22,9 @@ from harness.kernels.call import Kernel, Unsupported
 from harness.kernels.plugin import told
 from harness.record import Record
 from harness.suite.schema import Accuracy, Timing
-from harness.variants.specs import VARIANTS
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Peak memory of one call: exact, from the CPU allocator's own events, so it can be gated like a count.
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most that the call itself held at once; older memory that it frees is not credited."""
-    # The legacy profiler gives the same allocator events as torch.profiler, at a hundredth of the set-up time.
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    autograd._enable_profiler_legacy(config)
-    try:
-        call()
-    finally:
-        threads = autograd._disable_profiler_legacy()
-    current = peak = 0
-    for events in threads:
-        for event in events:
-            if str(event.kind()) == "memory_alloc":  # frees are negative
-                current += event.cpu_memory_usage()
-                peak = max(peak, current)
-    return peak
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
 
 OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
+PACKAGE = str(Path(__file__).parents[1])
 
 
 def measure(
@@ -60,77 +36,74 @@ def measure(
     timing: Timing,
     accuracy: Accuracy | None = None,
 ) -> Record:
-    """Never raises for what the candidate does: its failure is the result.
+    """Never raises for what the candidate does: its failure is the result, beside what was measured before it.
 
     `accuracy` are the limits by which approximate kernels are judged; without them all are judged as exact ones.
     """
-    spec = VARIANTS[case.variant]
-    found: dict[str, Any] = {
-        "params_formula": spec.params(case),
-        "kv_cache_bytes_formula": spec.kv_cache_bytes(case),
-        "flops": spec.flops(case),
-    }
     stopwatch, started = Stopwatch(), time.perf_counter()
+    record, seed = record_of(case, status="error"), case.seed(seed)
     try:
-        pair = build_pair(case, kernel, case.seed(seed))
-        found |= weigh(pair)
-        close = None
+        pair = build_pair(case, kernel, seed)
+        record = weighed(record, pair)
+        close, before = None, pair.calls  # calls are those of the comparison alone: what it bypasses, others may call
         if kernel.approximate and accuracy is not None:
-            close = approximate(pair, regimes, seed=case.seed(seed), stopwatch=stopwatch)
+            close = approximate(pair, regimes, seed=seed, stopwatch=stopwatch)
         if close is not None and accuracy is not None and close.left_something_out:
-            found |= close.columns() | {"calls": pair.watch.calls}
-            found["status"], found["error"] = _unlike(pair, found) or close.verdict(accuracy)
+            record = replace(record, calls=pair.calls - before, **close.error_columns(), **close.columns())
+            status, error = _unlike(record) or close.verdict(accuracy)
         else:
-            equivalence = compare_pair(pair, regimes, seed=case.seed(seed), stopwatch=stopwatch)
-            found |= _equality_columns(equivalence) | {"calls": pair.watch.calls}
-            found["status"], found["error"] = status_of(pair, equivalence, found)
-            found |= {} if close is None else _exact_after_all(close)
+            before = pair.calls
+            equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
+            record = replace(record, calls=pair.calls - before, **_equality_columns(equivalence))
+            status, error = status_of(record, equivalence, kernel)
+            record = record if close is None else replace(record, **close.columns())
+        record = replace(record, status=status, error=error)
         if timing.enabled and close is not None:
-            found |= _time_approximate(pair, close, timing, case.seed(seed), stopwatch)
+            record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
         elif timing.enabled:
-            found |= _time(pair, timing, case.seed(seed), stopwatch)
+            record = replace(record, **_time(pair, timing, seed, stopwatch))
     except Unsupported as refusal:
-        found |= {"status": "unsupported", "error": str(refusal)}
+        record = replace(record, status="unsupported", error=str(refusal))
     except ContractBroken as broken:
-        found |= {"status": "mismatch", "error": str(broken)}
+        record = replace(record, status="mismatch", error=str(broken))
     except MemoryError as failure:
-        found |= {"status": "oom", "error": _describe(failure)}
+        record = replace(record, status="oom", error=_describe(failure))
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # someone's unfinished code: whatever it raises is its row
         message = _describe(failure)
         is_oom = any(text in message for text in OUT_OF_MEMORY)
-        found |= {"status": "oom" if is_oom else "error", "error": message}
-    found |= {"seconds": time.perf_counter() - started, "measured_seconds": stopwatch.seconds}
-    return Record(case_id=case.case_id, reference=spec.reference(case), kv_len=case.kv_len, **asdict(case), **found)
+        record = replace(record, status="oom" if is_oom else "error", error=message)
+    return replace(record, seconds=time.perf_counter() - started, measured_seconds=stopwatch.seconds)
 
 
 def _describe(failure: BaseException) -> str:
     """Type, message, and the innermost line that is not torch's or ours: the candidate's own, where it has one."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(failure.__traceback__)]
-    ours = str(Path(__file__).parent)
-    own = [frame for frame in frames if "site-packages" not in frame[0] and not frame[0].startswith(ours)]
+    own = [frame for frame in frames if "site-packages" not in frame[0] and not frame[0].startswith(PACKAGE)]
     place = (own or frames)[-1:]
     return told(failure) + "".join(f" at {file}:{line}" for file, line in place)
 
 
-def weigh(pair: Pair) -> dict[str, Any]:
-    """Parameters and cache bytes as they really are, not as the formula says."""
-    weighed: dict[str, Any] = {
-        "params": sum(p.numel() for p in pair.candidate.module.parameters()),
-        "ref_params": sum(p.numel() for p in pair.reference.module.parameters()),
-    }
-    if pair.candidate.new_cache is not None and pair.case.phase != "train":
-        x = torch.zeros(pair.case.batch, pair.case.kv_len, pair.case.embed_dim, dtype=getattr(torch, pair.case.dtype))
-        with torch.no_grad():
-            if pair.case.phase == "decode":
-                cache = run_steps(pair, pair.candidate, x)[1]
-            else:
-                cache = pair.candidate.new_cache(pair.case.kv_len)
-                pair.candidate.forward(pair.candidate.module, x, pair.candidate.views[0], cache, False)
-        weighed["kv_cache_bytes"] = cache.allocated_bytes
-        weighed["kv_bytes_per_token"] = cache.allocated_bytes / (pair.case.kv_len * pair.case.batch)
-    return weighed
+def weighed(record: Record, pair: Pair) -> Record:
+    """With parameters and cache bytes as they really are, not as the formula says."""
+    case, side = pair.case, pair.candidate
+    record = replace(
+        record,
+        params=sum(p.numel() for p in side.module.parameters()),
+        ref_params=sum(p.numel() for p in pair.reference.module.parameters()),
+    )
+    if side.new_cache is None or case.phase == "train":
+        return record
+    x = torch.zeros(case.batch, case.kv_len, case.embed_dim, dtype=getattr(torch, case.dtype))
+    with torch.no_grad():
+        if case.phase == "decode":
+            cache = run_steps(pair, side, x)[1]
+        else:
+            cache = side.new_cache(case.kv_len)
+            side.forward(side.module, x, side.views[0], cache, False)
+    size = cache.allocated_bytes
+    return replace(record, kv_cache_bytes=size, kv_bytes_per_token=size / (case.kv_len * case.batch))
 
 
 def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
@@ -151,34 +124,29 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
     }
 
 
-def _exact_after_all(close: Approximation) -> dict[str, Any]:
-    """What was left out (nothing) and how close it came, beside the verdict and the columns of the acceptance rule."""
-    names = ("sparsity", "rel_l1", "cosine", "rmse", "skipped_blocks", "approximation")
-    return {name: value for name, value in close.columns().items() if name in names}
-
-
-def status_of(pair: Pair, equivalence: Equivalence, found: dict[str, Any]) -> tuple[str, str | None]:
-    if unlike := _unlike(pair, found):
+def status_of(record: Record, equivalence: Equivalence, kernel: Kernel) -> tuple[str, str | None]:
+    """Status and message of a record whose calls are counted, and that is weighed."""
+    if unlike := _unlike(record):
         return unlike
     worst = equivalence.worst
     if equivalence.status == "ok":
         return "ok", None
     hint = ""
-    if pair.watch.kernel.approximate:
+    if kernel.approximate:
         hint = "; the kernel is approximate: judge it by limits in `accuracy`, with `equivalence: approximate`"
     return equivalence.status, f"{worst.tensor} in regime {worst.regime}: {worst.reason}{hint}"
 
 
-def _unlike(pair: Pair, found: dict[str, Any]) -> tuple[str, str] | None:
+def _unlike(record: Record) -> tuple[str, str] | None:
     """What makes a cell fail however close its numbers are."""
-    if not pair.watch.calls > 0:
+    if not record.calls:
         return "mismatch", "the kernel was never called: something bypassed the swapped module"
     for what in ("params", "kv_cache_bytes"):
-        measured, formula = found.get(what), found[f"{what}_formula"]
+        measured, formula = getattr(record, what), getattr(record, f"{what}_formula")
         if measured is not None and measured != formula:
             return "mismatch", f"{what}: measured {measured}, by formula {formula}"
-    if found["params"] != found["ref_params"]:
-        return "mismatch", f"params: {found['params']}, the reference has {found['ref_params']}"
+    if record.params != record.ref_params:
+        return "mismatch", f"params: {record.params}, the reference has {record.ref_params}"
     return None
 
 
@@ -187,24 +155,9 @@ def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[s
     pair.watch.checking = False
     calls = {"candidate": timed_call(pair, pair.candidate, seed), "reference": timed_call(pair, pair.reference, seed)}
     with stopwatch.running():
-        samples = interleave(
-            calls,
-            budget_s=timing.budget_s,
-            min_blocks=timing.min_blocks,
-            max_blocks=timing.max_blocks,
-            seed=seed,
-        )
+        samples = _samples(calls, timing, seed)
         peak = peak_bytes(calls["candidate"])
-    ratio = paired_ratio(samples["candidate"], samples["reference"], seed=seed)
-    return {
-        "latency_ms": 1e3 * _median(samples["candidate"]),
-        "ref_latency_ms": 1e3 * _median(samples["reference"]),
-        "latency_ratio": ratio.value,
-        "latency_ratio_lo": ratio.lo,
-        "latency_ratio_hi": ratio.hi,
-        "peak_bytes": peak,
-        "samples_s": samples,
-    }
+    return _speed_columns(samples, peak, seed)
 
 
 def _time_approximate(
@@ -224,32 +177,37 @@ def _time_approximate(
     calls |= {"dense": _call_on(dense, dense.candidate, xs[worst])}
     calls |= {"reference": _call_on(pair, pair.reference, xs[worst])}
     with stopwatch.running():
-        samples = interleave(
-            calls,
-            budget_s=timing.budget_s * len(calls) / 2,  # as much for each call as in a cell with two
-            min_blocks=timing.min_blocks,
-            max_blocks=timing.max_blocks,
-            seed=seed,
-        )
+        samples = _samples(calls, timing, seed)
         peak = peak_bytes(calls[f"candidate {worst}"])
-    own = samples[f"candidate {worst}"]
-    ratio = paired_ratio(own, samples["reference"], seed=seed)
-    latencies = {
-        regime: (
-            1e3 * _median(samples[f"candidate {regime}"]),
-            paired_ratio(samples[f"candidate {regime}"], samples["dense"], seed=seed),
-        )
-        for regime in xs
-    }
+    of_regime = {regime: samples[f"candidate {regime}"] for regime in xs}
+    ratios = {regime: paired_ratio(own, samples["dense"], seed=seed) for regime, own in of_regime.items()}
+    latencies = {regime: (1e3 * _median(own), ratios[regime]) for regime, own in of_regime.items()}
+    kept = {"candidate": of_regime[worst], "reference": samples["reference"], "dense": samples["dense"]}
+    timed = [closeness.as_dict() for closeness in close.timed(latencies).regimes]
+    return _speed_columns(kept, peak, seed) | {"approximation": timed}
+
+
+def _samples(calls: Mapping[str, Callable[[], object]], timing: Timing, seed: int) -> dict[str, list[float]]:
+    """With as much time for each call as in a cell with two."""
+    return interleave(
+        calls,
+        budget_s=timing.budget_s * len(calls) / 2,
+        min_blocks=timing.min_blocks,
+        max_blocks=timing.max_blocks,
+        seed=seed,
+    )
+
+
+def _speed_columns(samples: dict[str, list[float]], peak: int, seed: int) -> dict[str, Any]:
+    ratio = paired_ratio(samples["candidate"], samples["reference"], seed=seed)
     return {
-        "latency_ms": 1e3 * _median(own),
+        "latency_ms": 1e3 * _median(samples["candidate"]),
         "ref_latency_ms": 1e3 * _median(samples["reference"]),
         "latency_ratio": ratio.value,
         "latency_ratio_lo": ratio.lo,
         "latency_ratio_hi": ratio.hi,
         "peak_bytes": peak,
-        "samples_s": {"candidate": own, "reference": samples["reference"], "dense": samples["dense"]},
-        "approximation": [closeness.as_dict() for closeness in close.timed(latencies).regimes],
+        "samples_s": samples,
     }
 
 
@@ -288,3 +246,24 @@ def _call_on(pair: Pair, side: Side, x: torch.Tensor) -> Callable[[], object]:
             return side.forward(side.module, last, side.views[-1], cache, False)
 
     return decode
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that the call itself held at once; older memory that it frees is not credited.
+
+    Exact, from the CPU allocator's own events, so it can be gated like a count.
+    """
+    # The legacy profiler gives the same allocator events as torch.profiler, at a hundredth of the set-up time.
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    autograd._enable_profiler_legacy(config)
+    try:
+        call()
+    finally:
+        threads = autograd._disable_profiler_legacy()
+    current = peak = 0
+    for events in threads:
+        for event in events:
+            if str(event.kind()) == "memory_alloc":  # frees are negative
+                current += event.cpu_memory_usage()
+                peak = max(peak, current)
+    return peak

@@ -1,4 +1,10 @@
-"""What every check is given: the kernel, the question, the kernel's first answer, and how noisy answers may be."""
+"""What every check is given: the kernel, the question, the kernel's first answer, and how noisy answers may be.
+
+The question is a small attention call in the likeness of a case. A relation compares the kernel with itself, f(changed
+inputs) with changed f(inputs). Each of the two may be off by what the acceptance rule allows one result, so the floor
+of their difference is the sum of both floors; the factors are the rule's own. The floors need an attention to be
+measured with, and take `eager`; no value is compared with it.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,18 +14,14 @@ import torch
 from torch import Tensor
 
 from harness.case import Case
-from harness.cell.build import jitter
-from harness.cell.rule import JITTER_DRAWS, OK_FACTOR, decide, ratio_to
+from harness.cell.draws import Jitter, draw, plain_and_jittered
+from harness.cell.rule import JITTER_DRAWS, OK_FACTOR, conditioning, decide, ratio_to
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import attention, make_call
 from harness.kernels.plugin import dense_mask
 from harness.variants import masks
 from harness.variants.masks import MaskRule
 from harness.variants.specs.latent import absorbs
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The small attention call that all checks start from, made in the likeness of a case.
-
 
 BATCH = 2
 LENGTH = 33  # one key beyond a tile of 16 or 32
@@ -131,35 +133,27 @@ def _shape_of_heads(case: Case) -> tuple[int, int, int, float]:
     return case.heads, N + rope, V, scale
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How far two results that should be equal may be apart: the acceptance rule's noise floor, for a relation.
-#
-# A relation compares the kernel with itself, f(changed inputs) with changed f(inputs). Each of the two may be off by
-# what the acceptance rule allows one result, so the floor of their difference is the sum of both floors; the factors
-# are the rule's own. The floors need an attention to be measured with, and take `eager`; no value is compared with it.
-
-
 @dataclass(frozen=True)
-class Noise:
+class RelationFloor:
     """Per row of a result, the terms of N: rounding of the plain kernel, conditioning, one rounding of the result."""
 
     terms: Tensor  # (3, B, H, L)
 
-    def __add__(self, other: "Noise") -> "Noise":
-        return Noise(self.terms + other.terms)
+    def __add__(self, other: "RelationFloor") -> "RelationFloor":
+        return RelationFloor(self.terms + other.terms)
 
-    def times(self, factor: float) -> "Noise":
-        return Noise(factor * self.terms)
+    def times(self, factor: float) -> "RelationFloor":
+        return RelationFloor(factor * self.terms)
 
-    def rows(self, start: int, stop: int) -> "Noise":
-        return Noise(self.terms[..., start:stop])
+    def rows(self, start: int, stop: int) -> "RelationFloor":
+        return RelationFloor(self.terms[..., start:stop])
 
-    def batch(self, index: Tensor) -> "Noise":
-        return Noise(self.terms[:, index])
+    def batch(self, index: Tensor) -> "RelationFloor":
+        return RelationFloor(self.terms[:, index])
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What a check found; its figures are absent where it asks for exactness."""
 
     status: str
@@ -170,16 +164,16 @@ class Finding:
     block_ratio: float | None = None
 
 
-OK = Finding("ok")
+OK = CheckResult("ok")
 
 
-def noise_of(question: Question, generator: torch.Generator) -> Noise:
+def floor_of(question: Question, generator: torch.Generator) -> RelationFloor:
     """All draws in one call, side by side in the batch."""
     dtype, B = question.q.dtype, question.q.shape[0]
-    u, draws = torch.finfo(dtype).eps, 1 + JITTER_DRAWS
+    jitter, draws = Jitter(dtype, generator), 1 + JITTER_DRAWS
 
     def drawn(t: Tensor) -> Tensor:
-        return torch.cat([t, *(jitter(t, u, generator) for _ in range(JITTER_DRAWS))])
+        return torch.cat(list(plain_and_jittered(t, jitter.tensor)))
 
     mask = question.mask
     if mask is not None:
@@ -187,31 +181,34 @@ def noise_of(question: Question, generator: torch.Generator) -> Noise:
         mask = drawn(mask) if mask.is_floating_point() else mask.repeat(draws, 1, 1, 1)
     stack = question.but(q=drawn(question.q), k=drawn(question.k), v=drawn(question.v), mask=mask)
     # In float64 the exact result is eager's own: that its rounding is seen, it is compared with another order of sums.
-    r = stack.ask("sdpa" if dtype == torch.float64 else "eager").double().unflatten(0, (draws, B))
-    g = stack.in_float64().ask("eager").unflatten(0, (draws, B))
-    # As in the acceptance rule: half types are scored in float32, and a jitter of their own eps would excuse more.
-    conditioning = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / u
-    moved = (g[1:] - g[0]).abs().amax(dim=(0, -1))
-    return Noise(torch.stack([(r - g).abs().amax(dim=(0, -1)), conditioning * moved, u * g[0].abs().amax(-1)]))
+    plain_kernel = "sdpa" if dtype == torch.float64 else "eager"
+    ((r,), (g,)) = draw(
+        [stack],
+        reference=lambda stack: stack.ask(plain_kernel).double().unflatten(0, (draws, B)),
+        golden=lambda stack: stack.in_float64().ask("eager").unflatten(0, (draws, B)),
+        dtype=dtype,
+    )
+    rounding, moved = (r - g).abs().amax(dim=(0, -1)), (g[1:] - g[0]).abs().amax(dim=(0, -1))
+    one_rounding = torch.finfo(dtype).eps * g[0].abs().amax(-1)
+    return RelationFloor(torch.stack([rounding, conditioning(dtype) * moved, one_rounding]))
 
 
-def judge_relation(found: Tensor, expected: Tensor, noise: Noise, *, rows: Tensor | None = None) -> Finding:
-    """`noise` is that of both sides together; `rows` (B, H, L), if given, are the ones that are compared."""
-    error = (found.detach().double() - expected.detach().double()).abs().amax(-1)  # (B, H, L)
-    terms = noise.terms.expand(3, *error.shape)
+def judge_relation(
+    answer: Tensor, expected: Tensor, floor: RelationFloor, *, rows: Tensor | None = None
+) -> CheckResult:
+    """`floor` is that of both sides together; `rows` (B, H, L), if given, are the ones that are compared."""
+    error = (answer.detach().double() - expected.detach().double()).abs().amax(-1)  # (B, H, L)
+    terms = floor.terms.expand(3, *error.shape)
     if rows is not None:
         error, terms = error.masked_fill(~rows, 0.0), terms.masked_fill(~rows, 0.0)
     if not bool(error.isfinite().all()):
-        return Finding("mismatch", "not finite")
-    worst, floor = error.max(), terms.amax(dim=(1, 2, 3)).sum()
-    ratio = float(ratio_to(worst, floor))
+        return CheckResult("mismatch", "not finite")
+    worst, N = error.max(), terms.amax(dim=(1, 2, 3)).sum()
+    ratio = float(ratio_to(worst, N))
     block_ratio = float(ratio_to(error.amax(-1), terms.amax(-1).sum(0)).max())
     status = decide(ratio, block_ratio)
     reason = "" if status == "ok" else f"the two results differ by {ratio:.3g} N (worst block {block_ratio:.3g} N)"
-    return Finding(status, reason, float(worst), OK_FACTOR * float(floor), ratio, block_ratio)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+    return CheckResult(status, reason, float(worst), OK_FACTOR * float(N), ratio, block_ratio)
 
 
 BUILT_IN = ("harness", "saboteur")  # origins of kernels that are held to our own promises
@@ -224,9 +221,9 @@ class Probe:
     phase: str
     seed: int
     whole: Question  # all queries
-    whole_noise: Noise
+    whole_floor: RelationFloor
     question: Question  # those of the phase: all, or the last one alone when decoding
-    noise: Noise
+    floor: RelationFloor
     first: Tensor  # the kernel's answer to `question`, the tensor itself
     answer: Tensor  # a copy of it, taken at once
 
@@ -243,6 +240,6 @@ class Probe:
         """Anew for each check, so that no number depends on which others ran."""
         return torch.Generator().manual_seed(self.seed)
 
-    def same(self, question: Question) -> Finding:
+    def same(self, question: Question) -> CheckResult:
         """Another form of the question must get the first answer."""
-        return judge_relation(question.ask(self.kernel), self.answer, self.noise.times(2))
+        return judge_relation(question.ask(self.kernel), self.answer, self.floor.times(2))

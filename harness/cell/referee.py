@@ -1,37 +1,26 @@
 """Runs both sides and the golden over all regimes and hands every tensor to the acceptance rule."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.case import HALF
 from harness.cell import self_checks as metamorphic
-from harness.cell.build import ContractBroken, Pair, Side, WrongDtype, jitter
+from harness.cell.build import ContractBroken, Pair, Side, WrongDtype
+from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered
 from harness.cell.regimes import Inputs, make_inputs
-from harness.cell.rule import JITTER_DRAWS, Equivalence, TensorVerdict, Yardstick
+from harness.cell.rule import Equivalence, TensorVerdict, Yardstick
 from harness.cell.timing import Stopwatch
 from harness.swaps.weights import WeightSource
 
 # The most sensitive regime: a scale wrong by 1e-3 stands at 450 N and more in it, at 30 N in peaked and offset.
 SHADOW_REGIME = "plain"
 IN_FLOAT32 = " (in float32)"  # ends the name of a shadow's tensor
-
-
-@contextmanager
-def fast_path_off() -> Iterator[None]:
-    """torch's encoder fast path never calls the modules it contains: a wrong one would pass with error 0."""
-    was = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was)
 
 
 @contextmanager
@@ -45,48 +34,29 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def golden_backend(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """SDPA's plain formula where the reference is in float64 too: by the fused one, the golden would be itself."""
-    return sdpa_kernel(SDPBackend.MATH) if dtype == torch.float64 else nullcontext()
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The reference and its golden, as they are or with weights jittered by a relative u."""
-
-    reference: Side
-    golden: Side
-
-
 @dataclass(frozen=True)
 class Expected:
-    """One regime: its inputs, and what every draw of the reference and its golden made of them."""
+    """One regime: its inputs, and what reference and golden made of them."""
 
     inputs: Inputs
     cotangent: Tensor
-    references: list[dict[str, Any]]
-    goldens: list[dict[str, Any]]
-    yardsticks: dict[tuple[str, WeightSource], Yardstick] = field(default_factory=dict)  # made when first asked for
+    draws: Draws[dict[str, Any]]  # every tensor by name
+    _yardsticks: dict[tuple[str, WeightSource], Yardstick] = field(default_factory=dict)  # made when first asked for
+
+    def tensor(self, name: str, source: WeightSource) -> Draws[Tensor]:
+        """What a candidate's tensor `name` is compared with, which is `source` of the reference's."""
+        key = f"grad {source.name}" if name.startswith("grad ") else name
+        return self.draws.map(lambda outputs: source.of(outputs[key]))
 
     def yardstick(self, name: str, source: WeightSource) -> Yardstick:
-        """For a candidate's tensor `name`, which is `source` of the reference's."""
-        if (name, source) not in self.yardsticks:
-            self.yardsticks[name, source] = self._make_yardstick(name, source)
-        return self.yardsticks[name, source]
-
-    def draws(self, name: str, source: WeightSource) -> tuple[list[Tensor], list[Tensor]]:
-        """Of reference and golden, what a candidate's tensor `name` is compared with; the plain draw first."""
-        key = f"grad {source.name}" if name.startswith("grad ") else name
-        references, goldens = ([source.of(draw[key]) for draw in side] for side in (self.references, self.goldens))
-        return references, goldens
-
-    def _make_yardstick(self, name: str, source: WeightSource) -> Yardstick:
-        references, goldens = self.draws(name, source)
-        may_differ, poisoned = None, self.inputs.poisoned
-        if poisoned is not None:
-            rows = poisoned[..., None] if name == "out" else poisoned[:, None, :, None]
-            may_differ = rows.expand(references[0].shape)
-        return Yardstick.of(references, goldens, may_differ=may_differ, is_gradient=name.startswith("grad "))
+        if (name, source) not in self._yardsticks:
+            draws, may_differ, poisoned = self.tensor(name, source), None, self.inputs.poisoned
+            if poisoned is not None:
+                rows = poisoned[..., None] if name == "out" else poisoned[:, None, :, None]
+                may_differ = rows.expand(draws.references[0].shape)
+            made = Yardstick.of(*draws, may_differ=may_differ, is_gradient=name.startswith("grad "))
+            self._yardsticks[name, source] = made
+        return self._yardsticks[name, source]
 
 
 class Referee:
@@ -102,9 +72,9 @@ class Referee:
         self.regimes, self._poison = tuple(regimes), poison
         self._pair, self._stopwatch = pair, stopwatch or Stopwatch()
         self._seed, self._generator = seed, torch.Generator().manual_seed(seed)
-        self._u = torch.finfo(getattr(torch, pair.case.dtype)).eps
-        sides = [pair.reference, *(pair.reference.jittered(self._u, self._generator) for _ in range(JITTER_DRAWS))]
-        self._draws = [Draw(side, side.in_float64()) for side in sides]
+        self._jitter = Jitter(getattr(torch, pair.case.dtype), self._generator)
+        sides = plain_and_jittered(pair.reference, lambda side: side.jittered(self._jitter))
+        self._sides = [(side, side.in_float64()) for side in sides]  # of each draw, for all regimes: reference, golden
         self._expected: list[Expected | None] = []
 
     def expected(self, regime: str) -> Expected | None:
@@ -153,16 +123,24 @@ class Referee:
         return make_inputs(self._pair.case, regime, self._generator, poison=self._poison)
 
     def _draw(self, regime: str) -> Expected | None:
-        pair, draws = self._pair, self._draws
-        inputs = self._inputs(regime)
+        pair, inputs = self._pair, self._inputs(regime)
         if inputs is None:
             return None
-        xs = [inputs.x, *(jitter(inputs.x, self._u, self._generator) for _ in draws[1:])]
+        xs = list(plain_and_jittered(inputs.x, self._jitter.tensor))
         cotangent = torch.randn(inputs.x.shape, generator=self._generator).to(inputs.x.dtype)
-        with fast_path_off(), self._stopwatch.running():
-            r = [outputs(pair, draw.reference, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
-            g = [golden_outputs(pair, draw.golden, x, cotangent) for draw, x in zip(draws, xs, strict=True)]
-        return Expected(inputs, cotangent, r, g)
+
+        def run(drawn: tuple[tuple[Side, Side], Tensor]) -> dict[str, Any]:
+            (reference, _), x = drawn
+            return outputs(pair, reference, x, cotangent)
+
+        def run_golden(drawn: tuple[tuple[Side, Side], Tensor]) -> dict[str, Any]:
+            (_, golden), x = drawn
+            return outputs(pair, golden, x.double(), cotangent.double())
+
+        with self._stopwatch.running():
+            subjects = zip(self._sides, xs, strict=True)
+            draws = draw(subjects, reference=run, golden=run_golden, dtype=self._jitter.dtype)
+        return Expected(inputs, cotangent, draws)
 
 
 class ShadowReferee(Referee):
@@ -214,16 +192,10 @@ class _NoFloat32(Exception):
 def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
     poison = float("nan") if pair.watch.kernel.shielded else None
     referee = Referee(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
-    pair.watch.calls = 0  # those of the comparison alone: what it bypasses, weighing may have called
     verdicts = tuple(referee.examine(pair))
     if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
         raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
     return Equivalence(verdicts)
-
-
-def golden_outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
-    with golden_backend(getattr(torch, pair.case.dtype)):
-        return outputs(pair, side, x.double(), cotangent.double())
 
 
 def _judge_all(pair: Pair, expected: Expected, c: dict[str, Any]) -> Iterator[TensorVerdict]:

@@ -104,8 +104,73 @@ def judge(
 
 
 @dataclass(frozen=True)
+class Term:
+    """One part of the noise floor: its maximum over each row of a tensor, and its sum over all elements."""
+
+    rows: Tensor  # (rows,), float64
+    total: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Term":
+        return cls(values.amax(-1), float(values.sum()))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Term"]) -> "Term":
+        rows = [part.rows for part in parts] or [torch.zeros(0, dtype=torch.float64)]
+        return cls(torch.cat(rows), sum(part.total for part in parts))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a tensor: the noise floor's terms, and where (rows, width) nothing can be compared."""
+
+    r: Term  # |R - G|: rows are the largest of any draw, the sum is the mean of the draws'
+    jitter: Term
+    size: Term  # |G|
+    not_finite: Tensor  # the golden
+    overflow: Tensor  # the reference
+    open_places: Tensor  # any of the two, or left open
+
+    @classmethod
+    def of(
+        cls, references: list[Tensor], goldens: list[Tensor], left_open: Tensor | None, dtype: torch.dtype
+    ) -> "Chunk":
+        """Of tensors in float64; `dtype` is the reference's own."""
+        g = goldens[0]
+        not_finite = ~g.isfinite()
+        open_places = not_finite if left_open is None else not_finite | left_open
+        all_closed = not bool(open_places.any())
+
+        def closed(t: Tensor) -> Tensor:
+            return t.abs_() if all_closed else t.abs_().masked_fill_(open_places, 0.0)
+
+        r_err, jitter, r_sum = torch.zeros_like(g), torch.zeros_like(g), torch.zeros((), dtype=torch.float64)
+        for r, at in zip(references, goldens, strict=True):
+            error = closed(r - at)
+            r_err, r_sum = torch.maximum(r_err, error), r_sum + error.sum() / len(goldens)
+            if at is not g:
+                jitter = torch.maximum(jitter, closed(at - g))
+        jitter *= conditioning(dtype)
+        if dtype == torch.float64:  # the golden is then no more exact than the reference: its own rounding adds as much
+            r_err, r_sum = 2 * r_err, 2 * r_sum
+        # Where the reference overflows nothing can be said; the rest of the tensor is judged all the same.
+        overflow = ~(r_err.isfinite() & jitter.isfinite())
+        open_places = open_places | overflow
+        r_err, jitter = r_err.masked_fill_(overflow, 0.0), jitter.masked_fill_(overflow, 0.0)
+        r_sum = r_sum if bool(r_sum.isfinite()) else r_err.sum()
+        return cls(
+            r=Term(r_err.amax(-1), float(r_sum)),
+            jitter=Term.of(jitter),
+            size=Term.of(g.abs().masked_fill_(open_places, 0.0)),
+            not_finite=not_finite,
+            overflow=overflow,
+            open_places=open_places,
+        )
+
+
+@dataclass(frozen=True)
 class Yardstick:
-    """What one tensor of any candidate is held to: the golden, and the noise floor's parts, reduced over each row.
+    """What one tensor of any candidate is held to: the golden, and the noise floor's terms.
 
     Made once, it judges a candidate in a few passes: a study tries a hundred candidates on the same draws.
     """
@@ -113,14 +178,13 @@ class Yardstick:
     shape: torch.Size
     dtype: torch.dtype
     golden: Tensor  # (rows, width), float64
-    open_places: Tensor | None  # where nothing is compared: not finite, left open, or the reference overflows
+    r: Term
+    jitter: Term
+    size: Term
     not_finite: Tensor | None  # of the golden: there the candidate must be the same
-    left_open: Tensor | None
     overflow: Tensor | None
-    r: Tensor  # (rows,), the largest |R - G| of any draw; likewise below
-    jitter: Tensor
-    size: Tensor
-    sums: tuple[float, float, float]  # of |R - G| averaged over the draws, of J, of |G|
+    open_places: Tensor | None  # where nothing is compared: not finite, left open, or the reference overflows
+    left_open: Tensor | None
     is_gradient: bool
     ref_max_abs_err: float
 
@@ -137,41 +201,36 @@ class Yardstick:
         first = references[0]
         width = first.shape[-1] if first.ndim else 1
         rows = first.numel() // max(width, 1)
-        tensors = [t.detach().reshape(rows, width) for t in (*references, *goldens)]
+        r_rows, g_rows = ([t.detach().reshape(rows, width) for t in side] for side in (references, goldens))
         left_open = None if may_differ is None else may_differ.reshape(rows, width)
         step = max(1, CHUNK_ELEMENTS // max(width, 1))
-        parts = [
-            _measure_chunk(
-                [t[start : start + step].double() for t in tensors],
+        chunks = [
+            Chunk.of(
+                [t[start : start + step].double() for t in r_rows],
+                [t[start : start + step].double() for t in g_rows],
                 None if left_open is None else left_open[start : start + step],
                 first.dtype,
             )
             for start in range(0, rows, step)
         ]
-        joined = [torch.cat(pieces) for pieces in zip(*(part[:6] for part in parts), strict=True)] if parts else []
-        empty = torch.zeros(0, dtype=torch.float64)
-        r, jitter, size, *places = joined or [empty] * 6
-        not_finite, overflow, open_places = (place if bool(place.any()) else None for place in places)
-        r_sum, jitter_sum, size_sum = (sum(part[place] for part in parts) for place in (6, 7, 8))
-        ref_max_abs_err = float(r.max()) if rows else 0.0
-        if first.dtype == torch.float64 and r_sum == 0:
-            # Golden and reference made the same sums in the same order: how much the order matters does not show, and
-            # the conditioning stands for it.
-            r, r_sum = jitter, jitter_sum
+        measured = Term.joined([chunk.r for chunk in chunks])
+        jitter = Term.joined([chunk.jitter for chunk in chunks])
+        # Golden and reference made the same sums in the same order: how much the order matters does not show, and the
+        # conditioning stands for it.
+        hides_order = first.dtype == torch.float64 and measured.total == 0
         return cls(
             shape=first.shape,
             dtype=first.dtype,
-            golden=tensors[len(references)].double(),
-            open_places=open_places,
-            not_finite=not_finite,
-            left_open=left_open,
-            overflow=overflow,
-            r=r,
+            golden=g_rows[0].double(),
+            r=jitter if hides_order else measured,
             jitter=jitter,
-            size=size,
-            sums=(r_sum, jitter_sum, size_sum),
+            size=Term.joined([chunk.size for chunk in chunks]),
+            not_finite=_places([chunk.not_finite for chunk in chunks]),
+            overflow=_places([chunk.overflow for chunk in chunks]),
+            open_places=_places([chunk.open_places for chunk in chunks]),
+            left_open=left_open,
             is_gradient=is_gradient,
-            ref_max_abs_err=ref_max_abs_err,
+            ref_max_abs_err=float(measured.rows.max()) if rows else 0.0,
         )
 
     def judge(self, tensor: str, candidate: Any, *, regime: str = "plain") -> TensorVerdict:
@@ -194,11 +253,12 @@ class Yardstick:
             return mismatch(f"{places} are NaN or infinite where the golden is finite, or finite where it is not")
 
         slack = self._slack()
-        worst, floor = c_rows.max(), slack * (self.r.max() + self.jitter.max() + u * self.size.max())
-        c, r, jitter, size = (_block_max(t, self.shape) for t in (c_rows, self.r, self.jitter, self.size))
+        r, jitter, size = self.r.rows, self.jitter.rows, self.size.rows
+        worst, floor = c_rows.max(), slack * (r.max() + jitter.max() + u * size.max())
+        c, r, jitter, size = (_block_max(rows, self.shape) for rows in (c_rows, r, jitter, size))
         # Gradients cancel: a block whose true gradient is 0 still carries one rounding of the terms that cancelled.
         block_floor = slack * (r + jitter + u * (size.max() if self.is_gradient else size))
-        r_mean, jitter_mean, size_mean = (total / elements for total in self.sums)
+        r_mean, jitter_mean, size_mean = (term.total / elements for term in (self.r, self.jitter, self.size))
         mean_limit = MEAN_FACTOR * r_mean + jitter_mean + u * size_mean
         ratio = float(ratio_to(worst, floor))
         block_ratio = float(ratio_to(c, block_floor).max())
@@ -238,7 +298,7 @@ class Yardstick:
         """
         if not self.is_gradient:
             return 1.0
-        return GRADIENT_FACTOR * (NOISE_FACTOR if bool(self.size.max() <= self.r.max()) else 1.0)
+        return GRADIENT_FACTOR * (NOISE_FACTOR if bool(self.size.rows.max() <= self.r.rows.max()) else 1.0)
 
     def _errors(self, candidate: Tensor) -> tuple[Tensor, float, float, int]:
         """|C - G|: its maximum over each row, its sum, its largest share of |G|; and how many are misplaced."""
@@ -269,39 +329,16 @@ class Yardstick:
         return int((~policy).sum())
 
 
-def _measure_chunk(tensors: list[Tensor], may_differ: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...]:
-    """r, jitter, size by row; where the golden is not finite, where the reference overflows, where nothing is compared;
-    the sums of r, jitter and size.
+def _places(parts: Sequence[Tensor]) -> Tensor | None:
+    """Of all chunks together; None where there are none."""
+    return torch.cat(list(parts)) if any(bool(part.any()) for part in parts) else None
+
+
+def conditioning(dtype: torch.dtype) -> float:
+    """How much of the golden's movement counts. Half types are scored in float32: there a jitter of the inputs' own
+    eps would excuse half-precision scores.
     """
-    draws = len(tensors) // 2
-    references, goldens = tensors[:draws], tensors[draws:]
-    g = goldens[0]
-    not_finite = ~g.isfinite()
-    open_places = not_finite if may_differ is None else not_finite | may_differ
-    all_closed = not bool(open_places.any())
-
-    def closed(t: Tensor) -> Tensor:
-        return t.abs_() if all_closed else t.abs_().masked_fill_(open_places, 0.0)
-
-    r_err, jitter, r_sum = torch.zeros_like(g), torch.zeros_like(g), torch.zeros((), dtype=torch.float64)
-    for r, at in zip(references, goldens, strict=True):
-        error = closed(r - at)
-        r_err, r_sum = torch.maximum(r_err, error), r_sum + error.sum() / draws
-        if at is not g:
-            jitter = torch.maximum(jitter, closed(at - g))
-    # Half types are scored in fp32: there a jitter of the inputs' own eps would excuse half-precision scores.
-    u = torch.finfo(dtype).eps
-    jitter *= torch.finfo(torch.promote_types(dtype, torch.float32)).eps / u
-    if dtype == torch.float64:  # the golden is then no more exact than the reference: its own rounding adds as much
-        r_err, r_sum = 2 * r_err, 2 * r_sum
-    # Where the reference overflows nothing can be said; the rest of the tensor is judged all the same.
-    overflow = ~(r_err.isfinite() & jitter.isfinite())
-    open_places = open_places | overflow
-    r_err, jitter = r_err.masked_fill_(overflow, 0.0), jitter.masked_fill_(overflow, 0.0)
-    r_sum = r_sum if bool(r_sum.isfinite()) else r_err.sum()
-    size = g.abs().masked_fill_(open_places, 0.0)
-    rows = (r_err.amax(-1), jitter.amax(-1), size.amax(-1))
-    return (*rows, not_finite, overflow, open_places, float(r_sum), float(jitter.sum()), float(size.sum()))
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps / torch.finfo(dtype).eps
 
 
 def decide(ratio: float, block_ratio: float, mean_ratio: float = 0.0) -> str:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 import torch
 
 from harness.cell import conduct, relations
-from harness.cell.build import ContractBroken, Pair, WatchedKernel
-from harness.cell.probe import BUILT_IN, Finding, Probe, make_question, noise_of
+from harness.cell.build import ContractBroken, Pair
+from harness.cell.probe import BUILT_IN, CheckResult, Probe, floor_of, make_question
 from harness.cell.rule import TensorVerdict
 from harness.kernels.call import Unsupported
 from harness.variants import masks
 
 REGIME = "metamorphic"
 
-CHECKS: dict[str, Callable[[Probe], Finding | None]] = {
+CHECKS: dict[str, Callable[[Probe], CheckResult | None]] = {
     "permuted keys": relations.permuted_keys,
     "linear in v": relations.linear_in_values,
     "shifted scores": relations.shifted_scores,
@@ -48,29 +48,28 @@ def verdicts(pair: Pair, *, seed: int) -> Iterator[TensorVerdict]:
         return
     for name, check in CHECKS.items():
         try:
-            finding = check(probe)
+            result = check(probe)
         except Exception as failure:
-            finding = _refusal(failure, built_in)
-        if finding is not None:
-            yield _verdict(name, finding)
+            result = _refusal(failure, built_in)
+        if result is not None:
+            yield _verdict(name, result)
 
 
-def _refusal(failure: Exception, built_in: bool) -> Finding:
+def _refusal(failure: Exception, built_in: bool) -> CheckResult:
     """A user's kernel may refuse, in whatever way, calls that its case does not make; ours say `Unsupported`."""
     if isinstance(failure, Unsupported):
-        return Finding("skipped", str(failure))
+        return CheckResult("skipped", str(failure))
     if built_in or isinstance(failure, ContractBroken | MemoryError):
         raise failure
-    return Finding("skipped", f"{type(failure).__name__}: {failure}")
+    return CheckResult("skipped", f"{type(failure).__name__}: {failure}")
 
 
 def make_probe(pair: Pair, *, seed: int) -> Probe:
     case = pair.case
-    # A watch of its own: calls made here must not hide that the module never makes any.
-    kernel = WatchedKernel(pair.watch.kernel).as_kernel()
+    kernel = pair.watch.as_kernel()  # asked directly: the calls that the pair counts are those of its module
     generator = torch.Generator().manual_seed(seed)
     whole = make_question(case, generator)
-    noise, L = noise_of(whole, generator), whole.q.shape[2]
+    floor, L = floor_of(whole, generator), whole.q.shape[2]
     start = L - 1 if case.phase == "decode" else 0
     question = whole.rows(start, L)
     first = question.ask(kernel)
@@ -80,13 +79,13 @@ def make_probe(pair: Pair, *, seed: int) -> Probe:
         phase=case.phase,
         seed=seed,
         whole=whole,
-        whole_noise=noise,
+        whole_floor=floor,
         question=question,
-        noise=noise.rows(start, L),
+        floor=floor.rows(start, L),
         first=first,
         answer=first.clone(),
     )
 
 
-def _verdict(check: str, finding: Finding) -> TensorVerdict:
-    return TensorVerdict(tensor=f"check: {check}", regime=REGIME, is_aside=True, **vars(finding))
+def _verdict(check: str, result: CheckResult) -> TensorVerdict:
+    return TensorVerdict(tensor=f"check: {check}", regime=REGIME, is_aside=True, **vars(result))

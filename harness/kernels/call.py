@@ -169,11 +169,9 @@ class Kernel:
     tally: Tally | None = None  # where an approximate kernel counts what it left out
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Counts a kernel's calls: a swap that is bypassed shows as zero.
-
-
 class Counter:
+    """Counts a kernel's calls: a swap that is bypassed shows as zero."""
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.calls = kernel, 0
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from harness.case import Case
+from harness.cell import record_of
 from harness.cell.build import Pair, WatchedKernel, build_pair
-from harness.cell.measure import status_of, weigh
+from harness.cell.measure import status_of, weighed
 from harness.cell.referee import IN_FLOAT32, Referee
 from harness.cell.rule import Equivalence, TensorVerdict
 from harness.cell.state import preserved
@@ -127,26 +128,22 @@ class StudiedCell:
         """All that a run would judge of this candidate, one by one; global state is put back at the end."""
         with preserved():
             torch.manual_seed(self.seed)  # a saboteur that draws does so alike, whatever ran before it
-            pair.watch.calls = 0
-            verdicts = []
+            before, verdicts = pair.calls, []
             for verdict in self.referee.examine(pair):
                 verdicts.append(verdict)
                 yield verdict
             if not all(verdict.is_aside for verdict in verdicts):
-                yield from self._counts(pair, Equivalence(tuple(verdicts)))
+                yield from self._counts(pair, Equivalence(tuple(verdicts)), calls=pair.calls - before)
 
     def glance(self, pair: Pair) -> Generator[TensorVerdict]:
         """What is most sensitive to a wrong number, alone."""
         with preserved():
             yield from self.referee.glance(pair)
 
-    def _counts(self, pair: Pair, equivalence: Equivalence) -> Iterator[TensorVerdict]:
+    def _counts(self, pair: Pair, equivalence: Equivalence, *, calls: int) -> Iterator[TensorVerdict]:
         """What a run holds to a formula, where that is worse than all tensors."""
-        spec, calls = VARIANTS[self.case.variant], pair.watch.calls
-        formulas = {"params_formula": spec.params(self.case), "kv_cache_bytes_formula": spec.kv_cache_bytes(self.case)}
-        weighed = weigh(pair)
-        pair.watch.calls = calls  # those of the comparison alone: what it bypasses, weighing may have called
-        status, message = status_of(pair, equivalence, formulas | weighed)
+        record = weighed(record_of(self.case, status=equivalence.status, calls=calls), pair)
+        status, message = status_of(record, equivalence, pair.watch.kernel)
         if status != equivalence.status:
             yield TensorVerdict(COUNTS, COUNTS, status, message or "")
 

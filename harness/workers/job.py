@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from harness.case import Case
+from harness.cell import record_of
 from harness.kernels.names import content_of, is_plugin
 from harness.record import Record
 from harness.suite.schema import Accuracy, Timing
-from harness.variants.specs import VARIANTS
 
 if TYPE_CHECKING:
     from harness.kernels.call import Kernel
@@ -59,19 +59,7 @@ def load_kernel(name: str) -> "Kernel":
 
 def failed(job: Job, status: str, error: str, seconds: float) -> Record:
     """The record of a case that could not tell its own result: what is known without running it, and why."""
-    case, spec = job.case, VARIANTS[job.case.variant]
-    return Record(
-        case_id=case.case_id,
-        reference=spec.reference(case),
-        kv_len=case.kv_len,
-        **asdict(case),
-        status=status,
-        params_formula=spec.params(case),
-        kv_cache_bytes_formula=spec.kv_cache_bytes(case),
-        flops=spec.flops(case),
-        error=error,
-        seconds=seconds,
-    )
+    return record_of(job.case, status=status, error=error, seconds=seconds)
 
 
 def encode_job(job: Job) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.cell.build import jitter
+from harness.cell.draws import Jitter, plain_and_jittered
 from harness.cell.regimes import SHAPES
 from harness.cell.rule import (
     BLOCK_FACTOR,
@@ -490,9 +490,9 @@ class Problem:
             self.mask = torch.rand(B, 1, L, S, generator=g) < 0.7
             self.mask[..., S // 2] = True  # no dead row: those are a matter of policy, not of rounding
             self.mask[..., -1] &= S <= 2
-        u = torch.finfo(dtype).eps
+        jitter = Jitter(dtype, g)
         inputs = [self.q, self.k, self.v]
-        draws = [inputs, *([jitter(t, u, g) for t in inputs] for _ in range(JITTER_DRAWS))]
+        draws = list(plain_and_jittered(inputs, lambda inputs: [jitter.tensor(t) for t in inputs]))
         self.references = [sdpa(q, k, v, self.mask) for q, k, v in draws]
         self.goldens = [math_backend(q.double(), k.double(), v.double(), self.mask) for q, k, v in draws]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.case import DTYPES, PHASES, Case
 from harness.cell import self_checks as metamorphic
 from harness.cell.build import ContractBroken, Pair, build_pair
-from harness.cell.probe import make_question, noise_of
+from harness.cell.probe import floor_of, make_question
 from harness.cell.rule import TensorVerdict
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
 from harness.kernels.eager import eager
@@ -112,8 +112,8 @@ def test_absorbed_latents_are_one_head_wider_in_keys_than_in_values() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_noise_has_a_part_for_rounding_and_one_for_conditioning(dtype: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    noise = noise_of(make_question(make_case(dtype=dtype), generator), generator)
-    assert all(float(term.max()) > 0 for term in noise.terms)
+    floor = floor_of(make_question(make_case(dtype=dtype), generator), generator)
+    assert all(float(term.max()) > 0 for term in floor.terms)
 
 
 # ---- wrong kernels, each with exactly the checks that see it ---------------------------------------------------------
@@ -395,7 +395,7 @@ def test_calls_grad_mode_and_random_numbers_are_the_callers_own() -> None:
     state = torch.get_rng_state()
     for _ in metamorphic.verdicts(pair, seed=1):
         assert torch.is_grad_enabled()
-    assert pair.watch.calls == 0 and torch.equal(torch.get_rng_state(), state)
+    assert pair.calls == 0 and torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:

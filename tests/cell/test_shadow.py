@@ -234,7 +234,7 @@ def test_the_kernel_is_shared_and_its_calls_are_counted_apart():
     pair = build_pair(case(), Kernel("own", Own(), gives_weights=True, shielded=False, origin="a test"), 0)
     verdicts = list(Referee(pair, ["plain"], seed=0, poison=None).examine(pair))
     assert {v.status for v in verdicts if v.is_aside} == {"ok"}
-    assert pair.watch.calls == 1
+    assert pair.calls == 1
 
 
 def test_without_the_plain_regime_the_first_one_is_compared():

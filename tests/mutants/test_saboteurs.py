@@ -12,7 +12,8 @@ from torch import Tensor
 
 from harness.case import Case
 from harness.cell.build import ContractBroken, Pair, build_pair
-from harness.cell.referee import fast_path_off, outputs
+from harness.cell.draws import fast_path_off
+from harness.cell.referee import outputs
 from harness.cell.regimes import make_inputs
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import harness.references
 from harness.case import Case
 from harness.cell.build import Side, build_pair, steps_of
-from harness.cell.referee import fast_path_off, run_steps
+from harness.cell.draws import fast_path_off
+from harness.cell.referee import run_steps
 from harness.kernels.front import find_kernel
 from harness.references import Reference, sdpa, torch_mha
 from harness.references.sdpa import StaticKV

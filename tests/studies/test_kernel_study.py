@@ -34,7 +34,7 @@ from bench.kernel_study.targets import (
     judge,
     targets_frame,
 )
-from harness.cell.referee import fast_path_off
+from harness.cell.draws import fast_path_off
 from harness.cell.timing import Ratio
 from harness.kernels.call import Unsupported
 

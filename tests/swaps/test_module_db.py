@@ -11,7 +11,7 @@ from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, modu
 
 import harness
 from harness.cell.build import randomise
-from harness.cell.referee import fast_path_off
+from harness.cell.draws import fast_path_off
 from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
 
 LAYERS = (

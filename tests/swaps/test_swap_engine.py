@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import harness
 from harness.cell.build import randomise
-from harness.cell.referee import fast_path_off
+from harness.cell.draws import fast_path_off
 from harness.swaps import SwapError
 from harness.variants.dropin import DropInAttention, EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
 

@@ -171,7 +171,7 @@ def _judge_fast_path(pair: ModelPair, batches: Batches) -> list[Judged]:
         with comparing(pair.seed, fast_path=True):
             return pair.end(model, batch.through(model))
 
-    references, goldens = draw_all(pair.original, batches, run, seed=pair.seed)
+    references, goldens = draw_all(pair.original, batches, run, seed=pair.seed, fast_path=True)
     candidate = run(pair.swapped, each(batches, Tensor.clone))
     ((name, batch),) = batches.items()
     return [replace(row, kind="fast path") for row in _judge_batch(name, batch, candidate, references, goldens)]

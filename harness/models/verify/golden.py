@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from harness.cell.build import jitter, jittered_module
-from harness.cell.referee import fast_path_off, golden_backend
-from harness.cell.rule import JITTER_DRAWS
+from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered
 from harness.models.families.family import Batch
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -115,29 +113,31 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def draw_all(
-    model: nn.Module, batches: Batches, run: Callable[[nn.Module, Batches], T], *, seed: int
-) -> tuple[list[T], list[T]]:
-    """`run` on every draw of the reference, and on every golden: the plain draw first, then the jittered ones.
-
-    One draw at a time: of a large checkpoint no more than one copy is alive.
-    """
+    model: nn.Module,
+    batches: Batches,
+    run: Callable[[nn.Module, Batches], T],
+    *,
+    seed: int,
+    fast_path: bool = False,
+) -> Draws[T]:
+    """`run` on every draw of the reference, and on every golden."""
     dtype = dtype_of(model)
-    u = torch.finfo(dtype).eps
-    generator = torch.Generator().manual_seed(seed)
+    jitter = Jitter(dtype, torch.Generator().manual_seed(seed))
 
-    def shake(tensor: Tensor) -> Tensor:
-        return jitter(tensor, u, generator)
+    def shake(plain: tuple[nn.Module, Batches]) -> tuple[nn.Module, Batches]:
+        return jitter.module(model), each(batches, jitter.tensor)
 
-    references: list[T] = []
-    goldens: list[T] = []
-    for number in range(1 + JITTER_DRAWS):
-        drawn, given = (model, batches) if number == 0 else (jittered_module(model, u, generator), each(batches, shake))
-        references.append(run(drawn, each(given, Tensor.clone)))  # a model may write into its inputs
-        drawn = (copy.deepcopy(drawn) if drawn is model else drawn).double()
-        given = each(given, Tensor.double)
-        with true_double(dtype), golden_backend(dtype):
-            goldens.append(run(drawn, given))
-    return references, goldens
+    def reference(drawn: tuple[nn.Module, Batches]) -> T:
+        return run(drawn[0], each(drawn[1], Tensor.clone))  # a model may write into its inputs
+
+    def golden(drawn: tuple[nn.Module, Batches]) -> T:
+        module = copy.deepcopy(model) if drawn[0] is model else drawn[0]  # a jittered one is ours, and done with
+        module, given = module.double(), each(drawn[1], Tensor.double)
+        with true_double(dtype):
+            return run(module, given)
+
+    subjects = plain_and_jittered((model, batches), shake)
+    return draw(subjects, reference=reference, golden=golden, dtype=dtype, fast_path=fast_path)
 
 
 def each(batches: Batches, change: Callable[[Tensor], Tensor]) -> Batches:

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from harness.cell.approximate import difference
-from harness.cell.build import jitter
+from harness.cell.approximate import dense_draws, difference
 from harness.cell.referee import one_thread
-from harness.cell.rule import JITTER_DRAWS, TensorVerdict, judge
+from harness.cell.rule import TensorVerdict, judge
 from harness.kernels import shield
 from harness.kernels.blocksparse.kernel import is_spoilt
 from harness.kernels.call import AttentionCall, BlockCount, Kernel, Unsupported
@@ -59,18 +58,12 @@ class Meter:
 
     def _judge_exact(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
         """By the acceptance rule, whatever the budget: nothing was left out that an error could come from."""
-        call = dataclasses.replace(call, need_weights=False)
-        generator = torch.Generator().manual_seed(0)
-        given = [t.detach() for t in (q, k, v)]
-        u = torch.finfo(q.dtype).eps
-        draws = [given, *([jitter(t, u, generator) for t in given] for _ in range(JITTER_DRAWS))]
         with torch.no_grad(), one_thread():
-            references = [shield.run(self.dense, q, k, v, call)[0] for q, k, v in draws]
-            goldens = [dense_attention(q, k, v, call) for q, k, v in draws]
+            draws = dense_draws([t.detach() for t in (q, k, v)], call, jittered=True)
             open_rows = None
             if self.real is not None and self.real.shape == (q.shape[0], q.shape[2]):
                 open_rows = (~self.real.to(out.device))[:, None, :, None].expand(out.shape)
-            found = judge("attention", out, references, goldens, may_differ=open_rows)
+            found = judge("attention", out, *draws, may_differ=open_rows)
         if self.exact is None or found.rank > self.exact.rank:
             self.exact = found
 
