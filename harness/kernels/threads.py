@@ -134,12 +134,9 @@ def _crew(threads: int, pid: int) -> _Crew:
     return crew
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Many small operations in a row, done by one thread.
-
-
 def alone(make: Callable[[], T]) -> T:
-    """What `make` gives, without torch's threads: on a busy machine they wait for each other longer than they work."""
+    """What `make` gives, computed by one thread: for many small operations in a row, at each of which torch's threads
+    would wait for each other longer than they work."""
     found: list[T] = []
 
     def work(_room: Tensor, todo: Iterator[Callable[[], T]]) -> None:
