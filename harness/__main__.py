@@ -1,4 +1,7 @@
-"""`python -m harness` is the `harness` command."""
+"""The `harness` command, also `python -m harness`: parse, call, exit code; nothing else.
+
+Heavy imports wait until a command needs them.
+"""
 
 import argparse
 import importlib
@@ -8,11 +11,7 @@ from collections.abc import Sequence
 
 from harness import commands
 from harness.errors import BAD_INPUT, BUG, EQUAL, INTERRUPTED, BadInput
-from harness.text import discard_output
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The command line: parse, call, exit code; nothing else. Heavy imports wait until a command needs them.
-
+from harness.text import configure, discard_output
 
 EPILOG = """\
 exit codes:  0 all equal   1 a mismatch or a regression   2 bad input   3 a bug in harness
@@ -38,9 +37,7 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    from harness import text as logs
-
-    logs.configure(quiet=options.quiet, verbose=options.verbose)
+    configure(quiet=options.quiet, verbose=options.verbose)
     try:
         result: int = options.execute(options)
         sys.stdout.flush()

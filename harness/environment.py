@@ -1,4 +1,7 @@
-"""Where a run happened: versions, machine, commit. Numbers from unlike environments are not compared blindly."""
+"""Where a run happened: versions, machine, commit; and how busy others keep the machine meanwhile.
+
+Numbers from unlike environments are not compared blindly, and those from a busy machine are not trusted blindly.
+"""
 
 import importlib.metadata
 import json
@@ -108,14 +111,10 @@ def _git(tree: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How busy others keep the machine while we measure: another user's job, a browser, a neighbour on the same host.
-
-
 class Others:
     """Cores' worth of time of all work on the machine but ours: this process, its finished children, and `own`.
 
-    Time that the host gave to other machines (steal) is others' work, too.
+    Another user's job, a browser, a neighbour: time that the host gave to other machines (steal) counts, too.
     """
 
     def __init__(self, own: Sequence[int] = ()) -> None:

@@ -1,6 +1,7 @@
-"""One small registry: duplicate names raise, an unknown name lists the known ones."""
+"""One small registry: duplicate names raise, an unknown name lists the known ones and suggests the nearest."""
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 from harness.errors import BadInput
@@ -10,6 +11,12 @@ T = TypeVar("T")
 
 class UnknownName(BadInput):
     """A name that no registry entry answers to; the message lists those that exist."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: "; did you mean 'eager'?", or nothing if none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Registry(Generic[T]):
@@ -25,7 +32,8 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
-            raise UnknownName(f"unknown {self.kind} {name!r}; known: {', '.join(self._entries)}")
+            known = ", ".join(self._entries)
+            raise UnknownName(f"unknown {self.kind} {name!r}; known: {known}{nearest(name, self._entries)}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:

@@ -17,11 +17,12 @@ from harness.errors import INTERRUPTED, TERMINATED, BadInput
 from harness.record import RETRIED, Record
 from harness.report import rebuild
 from harness.suite.config import Suite, load_suite, threads_of
-from harness.suite.schema import REGIMES
+from harness.suite.schema import REGIMES, Limits
 from harness.text import progress
-from harness.workers import Executor, make_executor
+from harness.workers import NAMES, Executor
 from harness.workers.interrupts import Terminated
-from harness.workers.job import Job
+from harness.workers.job import Here, Job
+from harness.workers.local import Local
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -164,6 +165,20 @@ def _executor(executor: str | Executor, jobs: int, suite: Suite) -> Executor:
             f"jobs = {jobs}: timings need the machine to themselves; use one job, or `timing: {{enabled: false}}`"
         )
     return make_executor(executor, jobs, suite.limits) if isinstance(executor, str) else executor
+
+
+def make_executor(name: str, jobs: int, limits: Limits) -> Executor:
+    if jobs != 1 and name != "local":
+        raise BadInput(f"jobs = {jobs}: only the local executor has several workers, and this is {name!r}")
+    if name == "local":
+        return Local(workers=jobs, limits=limits)
+    if name == "here":
+        return Here()
+    if name == "ray":
+        from harness.workers.ray import Ray
+
+        return Ray(limits=limits)
+    raise BadInput(f"unknown executor {name!r}; known: {', '.join(NAMES)}")
 
 
 def _about(

@@ -71,6 +71,20 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == "harness" and len(parts) > 1 else None
 
 
+def reached(start: str, root: Path) -> set[str]:
+    """The modules of harness's rooms that a module may import, whatever is asked of it, and those that they may."""
+    files = module_files(root)
+    found, waiting = set[str](), [start]
+    while waiting:
+        name = waiting.pop()
+        parents = (".".join(name.split(".")[:size]) for size in range(2, name.count(".") + 2))
+        for one in parents:
+            if one in files and one not in found:
+                found.add(one)
+                waiting += named_modules(one, files[one])
+    return found
+
+
 def doors(root: Path) -> dict[tuple[str, str], list[str]]:
     """(room, room that it imports) -> the files that do so."""
     found: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""The kernel for the call at hand: `choice.py` has the rule. All of them give the same."""
+"""The kernel for the call at hand: `pick` in names.py has the rule. All of them give the same."""
 
 import torch
 from torch import Tensor

@@ -1,14 +1,15 @@
-"""What one attention call asks for, checked once, and the mask algebra that every kernel shares."""
+"""What one attention call asks for, with the mask algebra that every kernel shares; and what a kernel is.
+
+An approximate kernel counts how much of its work each call left out; the counts add up until somebody asks.
+"""
 
 import dataclasses
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How much of its work an approximate kernel left out: counted by the call, added up until somebody asks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +31,17 @@ class BlockCount:
         return self.visible - self.kept
 
     def __add__(self, other: "BlockCount") -> "BlockCount":
-        return BlockCount(
-            self.kept + other.kept,
-            self.visible + other.visible,
-            self.total + other.total,
-            self.pv_skipped + other.pv_skipped,
-        )
+        return BlockCount(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: "BlockCount") -> "BlockCount":
-        return BlockCount(
-            self.kept - other.kept,
-            self.visible - other.visible,
-            self.total - other.total,
-            self.pv_skipped - other.pv_skipped,
-        )
+        return BlockCount(*map(operator.sub, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BlockChoice:
     """What one call kept, so that its output can be checked: `shown` gives the map of elements, (B, H, L, S)."""
 
-    shown: Callable[[], "Tensor"]
+    shown: Callable[[], Tensor]
     pv: float | None = None  # nats below which values were skipped, too
 
 
@@ -63,11 +54,16 @@ class Tally:
     def __init__(self) -> None:
         self.calls, self.count = 0, BlockCount(0, 0, 0)
         self.last = BlockCount(0, 0, 0)
-        self.choice: Choice | None = None
+        self.choice: BlockChoice | None = None
         self._spoilt: object | None = None
 
     def add(
-        self, count: BlockCount, *, choice: Choice | None = None, call: object | None = None, is_spoilt: bool = False
+        self,
+        count: BlockCount,
+        *,
+        choice: BlockChoice | None = None,
+        call: object | None = None,
+        is_spoilt: bool = False,
     ) -> None:
         """`is_spoilt`: the output of `call` is not finite, and the shield may run the very same call on cleaned inputs.
 
@@ -86,9 +82,6 @@ class Tally:
         taken = self.count
         self.calls, self.count = 0, BlockCount(0, 0, 0)
         return taken
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Unsupported(NotImplementedError):

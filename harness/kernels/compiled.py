@@ -1,7 +1,10 @@
 """Eager's lines as torch.compile makes them: inductor's code, in a form that needs few graphs.
 
 Heads and batch become one dimension and the masks one tensor, so that shapes, windows and positions share a graph;
-each dtype, each of bias, mask, softcap and sinks, and training take another (seconds each, once).
+each dtype, each of bias, mask, softcap and sinks, and training take another.
+
+The first graph of a process takes some ten seconds to make, later ones a few. torch keeps the machine code in
+TORCHINDUCTOR_CACHE_DIR (by default a folder of the user's in the system's temporary folder) for later processes.
 """
 
 import functools
@@ -14,17 +17,11 @@ from torch import Tensor
 
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Running what torch compiles: few graphs for many shapes, and a plain answer where there is no working compiler.
-#
-# The first graph of a process takes some ten seconds to make, later ones a few. torch keeps the machine code in
-# TORCHINDUCTOR_CACHE_DIR (by default a folder of the user's in the system's temporary folder) for later processes.
-
-
 GRAPHS = 64  # of one function: dtypes, absent arguments, sizes of 1, with and without gradients; torch stops at 8
 
 
 def compiled_by_torch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """With few graphs for many shapes; Unsupported where there is no working compiler."""
     graph = torch.compile(function, dynamic=True, fullgraph=True)
 
     def run(*arguments: Any) -> Tensor:
@@ -70,9 +67,6 @@ def _why(error: Exception) -> str:
 def plain(t: Tensor) -> Tensor:
     """Contiguous and of its own memory: torch would compile anew for each layout."""
     return t.clone(memory_format=torch.contiguous_format)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def compiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:

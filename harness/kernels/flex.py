@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
-from harness.kernels.compiled import compiled_by_torch as compiled
-from harness.kernels.compiled import plain
+from harness.kernels.compiled import compiled_by_torch, plain
 
 ENDLESS = 1 << 40  # a window's side that hides nothing
 ROOM = 16  # rows of zeros behind the keys of each head
@@ -105,7 +104,7 @@ def _lines(
 
 @functools.cache
 def _graph() -> Callable[..., Tensor]:
-    return compiled(_lines)
+    return compiled_by_torch(_lines)
 
 
 KERNEL = Kernel("flex", flex, delegates=True)

@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -39,21 +39,27 @@ def find_kernel(kernel: AnyKernel) -> Kernel:
     return found
 
 
+class AttentionRules(TypedDict, total=False):
+    """What `attention` may be told besides q, k and v; its docstring says what each means."""
+
+    mask: Tensor | None
+    causal: bool
+    q_start: int | Tensor | None
+    window: int | tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+
+
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    q_start: int | Tensor | None = None,
-    window: int | tuple[int, int] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
     return_weights: bool = False,
     kernel: AnyKernel = "auto",
+    **rules: Unpack[AttentionRules],
 ) -> Any:
     """softmax(q k^T * scale + mask) v, with q (B, H, L, D), k (B, H_kv, S, D), v (B, H_kv, S, D_v).
 
@@ -61,26 +67,15 @@ def attention(
     causal    query i stands at position q_start + i and sees keys up to it
     q_start   int or (B,) tensor; default S - L, so that the last query sees the last key
     window    W visible keys, self included (0 <= i - j < W), or (left, right) counts beside self, -1 = unbounded
+    scale     default D ** -0.5
     softcap   c * tanh(score / c), before any mask
     sinks     (H,) logits that join each softmax and carry no value
+    dropout_p the share of the weights that is dropped; default 0
 
     A row that may attend nothing gives 0 with gradient 0; NaN or inf behind a mask never leaks; half-precision
     inputs are scored in fp32. With return_weights also the (B, H, L, S) weights that multiplied v.
     """
-    call = make_call(
-        q,
-        k,
-        v,
-        mask=mask,
-        causal=causal,
-        q_start=q_start,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        need_weights=return_weights,
-    )
+    call = make_call(q, k, v, need_weights=return_weights, **rules)
     out, weights = run(find_kernel(kernel), q, k, v, call)
     if not return_weights:
         return out

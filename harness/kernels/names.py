@@ -1,4 +1,14 @@
-"""Which kernels exist, without importing torch: a kernel is a file here with a `KERNEL` in it."""
+"""Which kernels exist, what options they have, and which of them `auto` takes. No torch: a config is checked first.
+
+A kernel is a file of this package with a `KERNEL` in it. One with options is named like `sparse?topk=0.5&pv=50`: a
+name, and a query string of declared options.
+
+`auto` goes by a rule learnt from measurements (docs/kernels.md). Weights asked for, or few queries and keys: eager. One
+or a few queries over a long cache: grouped. Long prefills: tiled; in training later, because it computes every tile
+twice, unless a causal mask or a window lets it skip most of them. Where nothing is skipped and all scores fit a
+server's cache, tiles gain nothing, and their threads have to take turns with torch's own, which wait actively after
+each projection: eager.
+"""
 
 import math
 import pkgutil
@@ -10,22 +20,11 @@ from urllib.parse import parse_qsl
 from harness.errors import BadInput
 
 # Files of this package that hold machinery rather than a kernel.
-MACHINERY = frozenset(
-    {
-        "names",
-        "call",
-        "plugin",
-        "shield",
-        "front",
-        "threads",
-        "tiles",
-        "blocksparse",
-    }
-)
-
-
+MACHINERY = frozenset({"names", "call", "plugin", "shield", "front", "threads", "tiles", "blocksparse"})
 # Listed once, here: torch.compile warns of a functools.cache in its way.
 _FOUND = tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in MACHINERY))
+
+Value = float | int | bool | str
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -43,15 +42,6 @@ def content_of(origin: str) -> str:
     return digest if marked else origin
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Kernels with options are named like `sparse?topk=0.5&pv=50`: a name, and a query string of declared options.
-#
-# No torch here, so that a config is checked before anything is loaded.
-
-
-Value = float | int | bool | str
-
-
 class BadOption(BadInput):
     """The message names the kernel as it was written, the option, its value and the rule."""
 
@@ -61,7 +51,7 @@ class BadOption(BadInput):
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class KernelOption:
     """`kind` is float, int or bool; numbers lie within [low, high]."""
 
     kind: type
@@ -96,32 +86,32 @@ class Option:
 
 
 BLOCKS = {
-    "block_q": Option(int, "queries in a block (128)", 1, 65_536),
-    "block_k": Option(int, "keys in a block (64)", 1, 65_536),
+    "block_q": KernelOption(int, "queries in a block (128)", 1, 65_536),
+    "block_k": KernelOption(int, "keys in a block (64)", 1, 65_536),
 }
 # Those of each kernel that has any; its `make(**options)` takes them.
-OPTIONS: Mapping[str, Mapping[str, Option]] = {
+OPTIONS: Mapping[str, Mapping[str, KernelOption]] = {
     "sparse": {
-        "topk": Option(float, "share of the key blocks that are kept (0.5); 1 is exact", 0, 1),
-        "cdf": Option(float, "instead of topk: share of the pooled softmax that is kept; 1 is exact", 0, 1),
-        "sim": Option(float, "blocks less alike than this are always kept (-0.1 with topk, 0.6 with cdf)", -1, 1),
-        "pv": Option(
+        "topk": KernelOption(float, "share of the key blocks that are kept (0.5); 1 is exact", 0, 1),
+        "cdf": KernelOption(float, "instead of topk: share of the pooled softmax that is kept; 1 is exact", 0, 1),
+        "sim": KernelOption(float, "blocks less alike than this are always kept (-0.1 with topk, 0.6 with cdf)", -1, 1),
+        "pv": KernelOption(
             float,
             "nats below the highest score from which values are skipped (off with topk, 50 with cdf)",
             0,
             above=True,  # at 0 the highest score itself is that far below
         ),
-        "sink": Option(bool, "keep the first block of keys (0)"),
-        "smooth": Option(bool, "subtract the mean key before choosing (1)"),
+        "sink": KernelOption(bool, "keep the first block of keys (0)"),
+        "smooth": KernelOption(bool, "subtract the mean key before choosing (1)"),
         **BLOCKS,
     },
-    "sparse_window": {"window": Option(int, "tokens on either side of self (1024)", 0), **BLOCKS},
+    "sparse_window": {"window": KernelOption(int, "tokens on either side of self (1024)", 0), **BLOCKS},
     "sparse_sink": {
-        "window": Option(int, "tokens on either side of self (1024)", 0),
-        "sink": Option(int, "first tokens that are kept too (4)", 0),
+        "window": KernelOption(int, "tokens on either side of self (1024)", 0),
+        "sink": KernelOption(int, "first tokens that are kept too (4)", 0),
         **BLOCKS,
     },
-    "sparse_topk": {"count": Option(int, "blocks of keys that each block of queries keeps (16)", 1), **BLOCKS},
+    "sparse_topk": {"count": KernelOption(int, "blocks of keys that each block of queries keeps (16)", 1), **BLOCKS},
 }
 # Options that say the same thing in two ways.
 RIVALS = (("topk", "cdf"),)
@@ -162,15 +152,6 @@ def read_options(text: str) -> dict[str, Value]:
     return read
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Which kernel `auto` takes, by a rule learnt from measurements (docs/kernels.md). No torch here.
-#
-# Weights asked for, or few queries and keys: eager. One or a few queries over a long cache: grouped. Long prefills:
-# tiled; in training later, because it computes every tile twice, unless a causal mask or a window lets it skip most of
-# them. Where nothing is skipped and all scores fit a server's cache, tiles gain nothing, and their threads have to
-# take turns with torch's own, which wait actively after each projection: eager.
-
-
 FEW = 128  # rows of one product: beyond that it is bound by arithmetic, not by reading the keys
 LONG_CACHE = 2048  # keys from which grouped wins
 LONG = 512  # queries from which tiled wins
@@ -180,8 +161,8 @@ TOO_MANY = 1 << 26  # 256 MiB: not to be held at once, however few the queries
 
 
 def pick(rows: int, queries: int, keys: int, *, products: int, slanted: bool, trains: bool, need_weights: bool) -> str:
-    """`rows`: the queries of all heads that share a key, of which there are `products` (batch rows times key heads);
-    `slanted`: causal or with a window."""
+    """The kernel that `auto` takes, by name. `rows`: the queries of all heads that share a key, of which there are
+    `products` (batch rows times key heads); `slanted`: causal or with a window."""
     if need_weights:
         return "eager"
     if rows <= FEW:

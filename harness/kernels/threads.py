@@ -26,14 +26,13 @@ def spread(work: Callable[[Tensor, Iterator[T]], None], rooms: Sequence[Tensor],
     if len(rooms) == 1 or _is_watched():
         work(rooms[0], iter(pieces))
         return
-    failed = threading.Event()
-    shared = _shared(pieces, failed)
+    failed, rest, taking = threading.Event(), iter(pieces), threading.Lock()
     inference = torch.is_inference_mode_enabled()
 
     def one_thread(room: Tensor) -> None:
         try:
             with torch.inference_mode(inference), torch.no_grad():  # both are a thread's own
-                work(room, shared)
+                work(room, _take(rest, taking, failed))
         except BaseException:
             failed.set()
             raise
@@ -99,15 +98,19 @@ def _is_watched() -> bool:
     return is_profiled or torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
 
 
-def _shared(pieces: Iterable[T], failed: threading.Event) -> Iterator[T]:
-    """An iterator for several threads, which ends for all as soon as one has failed."""
-    rest, lock, end = iter(pieces), threading.Lock(), object()
+def _take(rest: Iterator[T], taking: threading.Lock, failed: threading.Event) -> Iterator[T]:
+    """One thread's share of what is left, which ends for all as soon as one has failed.
 
-    def take() -> object:
-        with lock:
-            return end if failed.is_set() else next(rest, end)
-
-    return iter(take, end)  # type: ignore[arg-type]
+    An iterator for each thread: Python's own `iter(take, end)`, shared, drops what one thread was just given when
+    another meets the end.
+    """
+    end = object()
+    while True:
+        with taking:
+            piece = end if failed.is_set() else next(rest, end)
+        if piece is end:
+            return
+        yield piece  # type: ignore[misc]
 
 
 @functools.cache
@@ -131,12 +134,9 @@ def _crew(threads: int, pid: int) -> _Crew:
     return crew
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Many small operations in a row, done by one thread.
-
-
 def alone(make: Callable[[], T]) -> T:
-    """What `make` gives, without torch's threads: on a busy machine they wait for each other longer than they work."""
+    """What `make` gives, computed by one thread: for many small operations in a row, at each of which torch's threads
+    would wait for each other longer than they work."""
     found: list[T] = []
 
     def work(_room: Tensor, todo: Iterator[Callable[[], T]]) -> None:

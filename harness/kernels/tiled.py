@@ -28,7 +28,7 @@ from harness.kernels.tiles import Tile, Tiling, choose_tiling, part, tiles
 
 LOG2_E = 1.4426950408889634
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, ...]  # of q, k, v, mask and sinks
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -79,14 +79,12 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         q, k, v, mask, sinks = ctx.saved_tensors
         call = dataclasses.replace(ctx.call, mask=mask, sinks=sinks)
         wants_mask, wants_sinks = ctx.needs_input_grad[3:5]
-        dq, dk, dv, dmask, dsinks = _backward(
-            q, k, v, call, ctx.tiling, ctx.seed, grad, wants_mask=wants_mask, wants_sinks=wants_sinks
-        )
-        return dq, dk, dv, dmask, dsinks, None, None, None
+        gradients = _backward(q, k, v, call, ctx.tiling, ctx.seed, grad, wants_mask=wants_mask, wants_sinks=wants_sinks)
+        return *gradients, None, None, None
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,11 @@ class Weighed:
     @property
     def dropped_weights(self) -> Tensor:
         return self.weights if self.kept is None else self.weights * self.kept
+
+    def by_head(self, t: Tensor) -> Tensor:
+        """(h, G*r, n) as (h*G, r, n)."""
+        at = self.tile
+        return t.view(at.heads.stop - at.heads.start, at.rows.stop - at.rows.start, t.shape[-1])
 
 
 def _weigh(
@@ -265,53 +268,51 @@ def _backward(
     wants_mask: bool,
     wants_sinks: bool,
 ) -> Gradients:
+    """The gradients of q, k, v, mask and sinks from the output's, to which each tile adds its share."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.zeros_like(q)
     # Several tiles add to these: in half precision each addition would round.
-    dk, dv = (torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (k, v))
-    mask, sinks = call.mask, call.sinks
-    dmask = dmask4 = None
-    if wants_mask and mask is not None:
-        dmask = torch.zeros_like(mask, dtype=wide, memory_format=torch.contiguous_format)
-        dmask4 = dmask.view((1,) * (4 - mask.ndim) + mask.shape)
-    dsinks = torch.zeros_like(sinks, dtype=wide) if wants_sinks and sinks is not None else None
+    dk, dv = _zeros(k, wide), _zeros(v, wide)
+    dmask = _zeros(call.mask, wide) if wants_mask and call.mask is not None else None
+    dsinks = _zeros(call.sinks, wide) if wants_sinks and call.sinks is not None else None
+    dbias = None if dmask is None else dmask.view((1,) * (4 - dmask.ndim) + dmask.shape)
 
     todo = tiles(q, k, call, tiling)
     for w in _weigh(q, k, v, call, _workspace(q, k, v, tiling), todo, seed=seed, for_gradients=True):
         at = w.tile
-        tile_grad = grad[at.batch, at.heads, at.rows].to(wide)  # (h*G, r, D_v)
-        G_heads, r, s = *tile_grad.shape[:2], w.k.shape[1]
-        tile_grad = tile_grad.reshape(*w.q.shape[:2], -1)  # (h, G*r, D_v)
-        dv[at.batch, at.kv_heads, at.keys] += w.dropped_weights.mT @ tile_grad
-
-        dweights = tile_grad @ w.v.mT  # (h, G*r, s)
-        if w.kept is not None:
-            dweights *= w.kept
-        # dS = P * (dP - sum(P * dP)); a sink has no value, so its dP is 0 and the sum runs over keys alone.
-        dscores = torch._softmax_backward_data(dweights, w.weights, -1, wide)
-        if dsinks is not None and w.sink is not None:
-            inner = torch.linalg.vecdot(w.weights, dweights).unsqueeze(-1)  # (h, G*r, 1)
-            dsinks[at.heads] -= (w.sink * inner).view(G_heads, r).sum(-1)
-        by_head = dscores.view(G_heads, r, s)
-        for zone in at.zones:
-            by_head[..., zone.keys].masked_fill_(zone.hidden, 0.0)
-        if dmask4 is not None:
-            target = part(dmask4, at.batch, at.heads, at.rows, at.keys)
-            target += by_head.sum_to_size(target.shape)
+        dout = grad[at.batch, at.heads, at.rows].to(wide).reshape(*w.q.shape[:2], -1)  # (h, G*r, D_v)
+        dv[at.batch, at.kv_heads, at.keys] += w.dropped_weights.mT @ dout
+        dscores = _softmax_backward(w, dout, dsinks)  # (h, G*r, s)
+        if dbias is not None:
+            target = part(dbias, at.batch, at.heads, at.rows, at.keys)
+            target += w.by_head(dscores).sum_to_size(target.shape)
         if w.capped is not None:
             assert call.softcap is not None
             dscores *= 1 - (w.capped / call.softcap).square()
-
         rows = dq[at.batch, at.heads, at.rows]
         rows.copy_((dscores @ w.k).mul_(call.scale).view(rows.shape))
         dk[at.batch, at.kv_heads, at.keys] += dscores.mT @ w.q
-    return (
-        dq,
-        dk.to(k.dtype),
-        dv.to(v.dtype),
-        None if dmask is None or mask is None else dmask.to(mask.dtype),
-        None if dsinks is None or sinks is None else dsinks.to(sinks.dtype),
-    )
+    sums = zip((dk, dv, dmask, dsinks), (k, v, call.mask, call.sinks), strict=True)
+    return dq, *(None if t is None or like is None else t.to(like.dtype) for t, like in sums)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _softmax_backward(w: Weighed, dout: Tensor, dsinks: Tensor | None) -> Tensor:
+    """The gradient of the scores that went into a tile's softmax, from its output's; adds the sinks' to `dsinks`."""
+    dweights = dout @ w.v.mT  # (h, G*r, s)
+    if w.kept is not None:
+        dweights *= w.kept
+    # dS = P * (dP - sum(P * dP)); a sink has no value, so its dP is 0 and the sum runs over keys alone.
+    dscores = torch._softmax_backward_data(dweights, w.weights, -1, w.weights.dtype)
+    if dsinks is not None and w.sink is not None:
+        inner = torch.linalg.vecdot(w.weights, dweights).unsqueeze(-1)  # (h, G*r, 1)
+        dsinks[w.tile.heads] -= w.by_head(w.sink * inner).squeeze(-1).sum(-1)
+    for zone in w.tile.zones:
+        w.by_head(dscores)[..., zone.keys].masked_fill_(zone.hidden, 0.0)
+    return dscores
 
 
 KERNEL = Kernel("tiled", tiled, gives_weights=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.case import Case
 
 
-class Run(Protocol):
+class RunReference(Protocol):
     """`cache` is whatever the reference's `new_cache` made; `view` is what its `view` made of the mask."""
 
     def __call__(
@@ -27,6 +27,6 @@ class Reference:
     build: Callable[[Case], nn.Module]
     # (case, dense mask in SDPA's convention or None, whether it is plain causal with L == S) -> the mask as it takes it
     view: Callable[[Case, Tensor | None, bool], Mapping[str, Any]]
-    run: Run
+    run: RunReference
     new_cache: Callable[[int], Any] | None = None
     gives_weights: bool = False

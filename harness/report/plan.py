@@ -19,7 +19,7 @@ from harness.suite.schema import REGIMES, STRUCTURES
 from harness.text import ABSENT, count, ratio
 from harness.variants.masks import MASKS
 from harness.variants.specs import VARIANTS
-from harness.variants.specs.latent import FLOPS_PER_BYTE, Choice, Cost, LatentSizes, absorbs, choose
+from harness.variants.specs.latent import FLOPS_PER_BYTE, Cost, FormChoice, LatentSizes, absorbs, choose
 
 AXES = ("variant", "embed_dim", "heads", "kv_heads", "seq_len", "mask", "phase", "dtype", "batch", "kernel")
 SHOWN = 10
@@ -105,7 +105,7 @@ def why_kernel(case: Case) -> str:
     return f"kernel {name}: {sizes}; {count(products * rows * case.kv_len)} scores"
 
 
-def choice_of(case: Case) -> Choice | None:
+def choice_of(case: Case) -> FormChoice | None:
     """Both forms' costs for the last call of this case; None without latents."""
     if case.kv_lora_rank is None or case.rope_head_dim is None or case.v_head_dim is None:
         return None

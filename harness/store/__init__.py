@@ -10,19 +10,15 @@ from harness.store.manifest import (
     MANIFEST,
     About,
     Manifest,
-    Part,
     code_sha256,
-    differences,
     read_environment,
-    read_manifest,
     sha256,
     take_shard,
     write_config,
     write_environment,
 )
-from harness.store.reading import CSV, PARQUET, Stored, dtype, read, read_records, some, table, write_tables
-from harness.store.reading import read_table as load
-from harness.store.records import RECORDS, Line, latest, read_lines
+from harness.store.reading import CSV, PARQUET, Stored, dtype, load, read, read_records, some, table, write_tables
+from harness.store.records import RECORDS
 
 __all__ = [
     "COMPARED",
@@ -34,23 +30,17 @@ __all__ = [
     "PARQUET",
     "RECORDS",
     "About",
-    "Line",
     "Manifest",
-    "Part",
     "RunFolder",
     "StoreError",
     "Stored",
     "claim",
     "code_sha256",
-    "differences",
     "dtype",
-    "latest",
     "load",
     "new_folder",
     "read",
     "read_environment",
-    "read_lines",
-    "read_manifest",
     "read_records",
     "sha256",
     "slug",

@@ -1,4 +1,7 @@
-"""Files and folders that survive a power cut: written aside and renamed, or made by one run alone."""
+"""Files and folders that survive a power cut: written aside and renamed, or made by one run alone.
+
+A folder has one writer, who holds its lock; the kernel frees that when its owner dies, however that happens.
+"""
 
 import fcntl
 import os
@@ -12,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.errors import StoreError
+
+LOCK = "run.lock"
 
 
 def slug(name: str) -> str:
@@ -82,13 +87,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One writer a folder. The kernel frees the lock when its owner dies, however that happens.
-
-
-LOCK = "run.lock"
 
 
 class Lock:

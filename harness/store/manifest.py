@@ -1,4 +1,8 @@
-"""run.json: what a run is a run of, and which cells it should have. Written first of all, and in one piece."""
+"""run.json: what a run is a run of, and which cells it should have. Written first of all, and in one piece.
+
+It holds the config and the environment too, which also stand beside it as files for readers; and it says whether two
+runs may share a table.
+"""
 
 import hashlib
 import json
@@ -6,7 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +21,19 @@ from harness.errors import BadInput, StoreError
 from harness.kernels.names import content_of
 from harness.store.files import write_atomically
 
-MANIFEST = "run.json"
+MANIFEST, CONFIG, ENVIRONMENT = "run.json", "config.yaml", "environment.json"
+# What a worker process imports, and so all that can change a record. To edit a report or the gate makes no other run.
+MEASURING = (
+    *("errors", "registry", "case", "record", "kernels", "variants", "references", "swaps", "suite", "cell", "workers"),
+)
+# Numbers may move with these; memory, the commit and pandas move none.
+COMPARED = ("python", "torch", "numpy", "platform", "cpu", "threads")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MergedPart:
     """A folder that was merged into this one."""
 
     folder: str
@@ -42,7 +52,7 @@ class Manifest:
     case_ids: tuple[str, ...]  # of the whole suite, in its order
     command: tuple[str, ...] | None = None  # what follows `harness`; None if it was started from Python
     changes: tuple[str, ...] = ()  # in spite of which it was resumed or merged
-    parts: tuple[Part, ...] = field(default=())
+    parts: tuple[MergedPart, ...] = ()
 
     @property
     def planned(self) -> tuple[str, ...]:
@@ -78,33 +88,54 @@ def sha256(text: str) -> str:
 
 
 def code_sha256() -> str:
-    """Of every source file of harness: its version number does not change while someone works on it."""
+    """Of the source files that can change a record: the version number does not change while someone works on them."""
     root = Path(harness.__file__).parent
+    files = [file for room in MEASURING for file in (root / f"{room}.py", *(root / room).rglob("*.py"))]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(file for file in files if file.is_file()):
         source = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()} {len(source)}\n".encode())
         digest.update(source)
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, manifest: Manifest, config: str, environment: Environment) -> None:
-    data = asdict(manifest)
-    ids = data.pop("case_ids")
-    data |= {"cells": len(manifest.planned), "case_ids_sha256": _ids_sha256(ids), "case_ids": ids}
-    data |= {"config": config, "environment": asdict(environment)}
-    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(Path(folder) / MANIFEST, text.encode(errors="backslashreplace"))
+@dataclass(frozen=True, slots=True)
+class About:
+    """All that run.json holds."""
+
+    manifest: Manifest
+    config: str
+    environment: Environment
+
+    def write(self, folder: Path) -> None:
+        """run.json alone decides; after a kill between these lines, `write_copies` makes the others follow it."""
+        data = asdict(self.manifest)
+        ids = data.pop("case_ids")
+        data |= {"cells": len(self.manifest.planned), "case_ids_sha256": _ids_sha256(ids), "case_ids": ids}
+        data |= {"config": self.config, "environment": asdict(self.environment)}
+        text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(Path(folder) / MANIFEST, text.encode(errors="backslashreplace"))
+        self.write_copies(folder)
+
+    def write_copies(self, folder: Path) -> None:
+        """For readers: the config and the environment as files of their own."""
+        for name, text in ((CONFIG, self.config), (ENVIRONMENT, self.environment.to_json())):
+            path = Path(folder) / name
+            if not path.exists() or path.read_bytes() != text.encode():
+                write_atomically(path, text.encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "About":
+        if not Path(folder).is_dir():
+            raise StoreError(f"{folder} is not a folder, so not a run's")
+        about = read_about(folder)
+        if about is None:
+            raise StoreError(f"{folder} has no {MANIFEST}, so what it is a run of is not known; start a new one")
+        return about
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_about(folder: Path) -> About | None:
     """None where there is no run.json: then nobody knows whether a cell is missing."""
-    found = read_whole(folder)
-    return None if found is None else found[0]
-
-
-def read_whole(folder: Path) -> tuple[Manifest, str, Environment] | None:
-    """All that run.json holds: the manifest, the config and the environment."""
     path = Path(folder) / MANIFEST
     try:
         data = json.loads(path.read_bytes().decode())
@@ -113,7 +144,7 @@ def read_whole(folder: Path) -> tuple[Manifest, str, Environment] | None:
             raise ValueError("its case_ids do not have the length or the checksum that it gives")
         if sha256(data["config"]) != manifest.config_sha256:
             raise ValueError("its config does not have the checksum that it gives")
-        return manifest, data["config"], Environment.from_json(json.dumps(data["environment"]))
+        return About(manifest, data["config"], Environment.from_json(json.dumps(data["environment"])))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -125,7 +156,8 @@ def _ids_sha256(ids: Sequence[str]) -> str:
 
 
 def _decode(data: dict[str, Any]) -> Manifest:
-    expected = {f.name for f in fields(Manifest)} | {"cells", "case_ids_sha256", "config", "environment"}
+    names = [f.name for f in fields(Manifest)]
+    expected = {*names, "cells", "case_ids_sha256", "config", "environment"}
     if set(data) != expected:
         raise ValueError(f"fields {sorted(data)}, expected {sorted(expected)}")
     for name in ("suite", "config_sha256", "code"):
@@ -134,18 +166,14 @@ def _decode(data: dict[str, Any]) -> Manifest:
     kernels = data["kernels"]
     if type(data["seed"]) is not int or not isinstance(kernels, dict) or not all(map(_is_text, kernels.values())):
         raise TypeError("seed must be a number, kernels must be texts by name")
-    return Manifest(
-        suite=data["suite"],
-        config_sha256=data["config_sha256"],
-        code=data["code"],
-        seed=data["seed"],
-        kernels=kernels,
-        shard=_shard(data["shard"]),
-        case_ids=_texts(data["case_ids"]),
-        command=None if data["command"] is None else _texts(data["command"]),
-        changes=_texts(data["changes"]),
-        parts=tuple(Part(part["folder"], _shard(part["shard"]), part["cells"]) for part in data["parts"]),
-    )
+    checked = {
+        "shard": _shard(data["shard"]),
+        "case_ids": _texts(data["case_ids"]),
+        "command": None if data["command"] is None else _texts(data["command"]),
+        "changes": _texts(data["changes"]),
+        "parts": tuple(MergedPart(part["folder"], _shard(part["shard"]), part["cells"]) for part in data["parts"]),
+    }
+    return Manifest(**{name: data[name] for name in names} | checked)
 
 
 def _is_text(value: object) -> bool:
@@ -165,43 +193,6 @@ def _shard(value: Any) -> tuple[int, int] | None:
     if type(index) is not int or type(count) is not int or not 1 <= index <= count:
         raise ValueError(f"shard {value!r:.60}")
     return index, count
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a run is of: its config, manifest and environment; and whether two of them may share a table.
-
-
-CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
-# Numbers may move with these; memory, the commit and pandas move none.
-COMPARED = ("python", "torch", "numpy", "platform", "cpu", "threads")
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    manifest: Manifest
-    config: str
-    environment: Environment
-
-    def write(self, folder: Path) -> None:
-        """run.json alone decides; after a kill between these lines, `write_copies` makes the others follow it."""
-        write_manifest(folder, self.manifest, self.config, self.environment)
-        self.write_copies(folder)
-
-    def write_copies(self, folder: Path) -> None:
-        """For readers: the config and the environment as files of their own."""
-        for name, text in ((CONFIG, self.config), (ENVIRONMENT, self.environment.to_json())):
-            path = Path(folder) / name
-            if not path.exists() or path.read_bytes() != text.encode():
-                write_atomically(path, text.encode())
-
-    @classmethod
-    def read(cls, folder: Path) -> "About":
-        if not Path(folder).is_dir():
-            raise StoreError(f"{folder} is not a folder, so not a run's")
-        found = read_whole(folder)
-        if found is None:
-            raise StoreError(f"{folder} has no {MANIFEST}, so what it is a run of is not known; start a new one")
-        return cls(*found)
 
 
 def differences(before: About, after: About) -> list[str]:

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness import store
-from harness.store import About, Line, StoreError
+from harness.errors import StoreError
+from harness.store.folder import RunFolder
+from harness.store.manifest import About, MergedPart, differences
+from harness.store.reading import some
+from harness.store.records import Line, latest, read_lines
 
 
 def merge(out: Path, folders: Sequence[Path], *, partial: bool = False, even_if_changed: bool = False) -> None:
@@ -28,7 +31,7 @@ def merge(out: Path, folders: Sequence[Path], *, partial: bool = False, even_if_
         command=None,
         changes=tuple(dict.fromkeys([*(c for _, about in parts for c in about.manifest.changes), *changes])),
         parts=tuple(
-            store.Part(str(folder), about.manifest.shard, len({line.record.case_id for line in found}))
+            MergedPart(str(folder), about.manifest.shard, len({line.record.case_id for line in found}))
             for (folder, about), found in zip(parts, lines, strict=True)
         ),
     )
@@ -37,22 +40,22 @@ def merge(out: Path, folders: Sequence[Path], *, partial: bool = False, even_if_
     if missing and not partial:
         whole = f"{len(manifest.case_ids) - len(missing)} of {len(manifest.case_ids)} cells"
         raise StoreError(
-            f"together they have {whole}; missing: {store.some(missing)}{_absent(parts)}\n"
+            f"together they have {whole}; missing: {some(missing)}{_absent(parts)}\n"
             "finish those parts and name them all, or add --partial"
         )
     about = About(manifest, parts[0][1].config, parts[0][1].environment)
-    with store.RunFolder.create(Path(out), manifest.suite, about=about) as folder:
+    with RunFolder.create(Path(out), manifest.suite, about=about) as folder:
         folder.append_all([line.record for part in lines for line in part])
 
 
 def _unlike(parts: Sequence[tuple[Path, About]]) -> list[str]:
     (first, base), *others = parts
-    return [f"{first} -> {folder}: {change}" for folder, about in others for change in store.differences(base, about)]
+    return [f"{first} -> {folder}: {change}" for folder, about in others for change in differences(base, about)]
 
 
 def _lines(folder: Path, about: About) -> list[Line]:
-    lines = store.read_lines(folder)
-    store.latest(lines, about.manifest.planned)  # refuses what the folder itself would refuse
+    lines = read_lines(folder)
+    latest(lines, about.manifest.planned)  # refuses what the folder itself would refuse
     return lines
 
 

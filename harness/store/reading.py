@@ -1,4 +1,7 @@
-"""A run's folder as its readers see it: one record a cell, and what is missing said aloud."""
+"""A run's folder as its readers see it: one record a cell, and what is missing said aloud.
+
+`read` gives the records and the manifest, `load` (which is `harness.load`) the table of one run or of several.
+"""
 
 import io
 import logging
@@ -9,55 +12,27 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness import store
 from harness.errors import BadInput
 from harness.record import COLUMNS, Record
 from harness.store.files import write_atomically
-from harness.store.manifest import MANIFEST, Manifest, read_manifest
+from harness.store.manifest import MANIFEST, Manifest, read_about
 from harness.store.records import TYPES, latest, read_lines
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The pandas table of a run's records, and its files. Derived: they can be written again at any time.
-
-
-CSV, PARQUET = "results.csv", "results.parquet"
+CSV, PARQUET = "results.csv", "results.parquet"  # derived: they can be written again at any time
 # Nullable, so that one missing count neither becomes 0 nor turns its column into floats.
 DTYPES = {int: "Int64", float: "float64", str: "string", bool: "boolean"}
-
-
-def dtype(column: str) -> str:
-    return DTYPES[TYPES[column]]
-
-
-def table(records: Sequence[Record]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {name: pd.Series([getattr(r, name) for r in records], dtype=dtype(name)) for name in COLUMNS},
-        columns=list(COLUMNS),
-    )
-
-
-def write_tables(folder: Path, records: Sequence[Record]) -> pd.DataFrame:
-    frame = table(records)
-    write_atomically(Path(folder) / CSV, frame.to_csv(index=False, lineterminator="\n").encode())
-    buffer = io.BytesIO()
-    frame.to_parquet(buffer, index=False)
-    write_atomically(Path(folder) / PARQUET, buffer.getvalue())
-    return frame
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 NAMED = 5  # missing cells that a message names
+
+FolderPath = str | os.PathLike[str]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    records: list[Record]
+    records: list[Record]  # one for every finished case, in the suite's order
     manifest: Manifest | None
-    missing: tuple[str, ...]
+    missing: tuple[str, ...]  # cells that the run should have and has not
 
     @property
     def lack(self) -> str | None:
@@ -69,27 +44,42 @@ class Stored:
 
 def read(folder: Path) -> Stored:
     lines = read_lines(folder)
-    manifest = read_manifest(folder)
-    if manifest is None:
+    about = read_about(folder)
+    if about is None:
         log.warning("%s has no %s: whether cells are missing is not known", folder, MANIFEST)
         return Stored(latest(lines, None), None, ())
-    records = latest(lines, manifest.planned)
-    found = {record.case_id for record in records}
-    return Stored(records, manifest, tuple(case_id for case_id in manifest.planned if case_id not in found))
-
-
-def some(case_ids: tuple[str, ...]) -> str:
-    more = f" and {len(case_ids) - NAMED} more" if len(case_ids) > NAMED else ""
-    return ", ".join(case_ids[:NAMED]) + more
+    planned = about.manifest.planned
+    records = latest(lines, planned)
+    known = {record.case_id for record in records}
+    return Stored(records, about.manifest, tuple(case_id for case_id in planned if case_id not in known))
 
 
 def read_records(folder: Path) -> list[Record]:
-    """One record for every finished case, in the suite's order."""
+    """Where what is missing does not matter."""
     return read(folder).records
 
 
-def read_table(folder: Path) -> pd.DataFrame:
-    """The table of a run; `frame.attrs["missing"]` names the cells that it should have and has not."""
+def load(folders: FolderPath | Sequence[FolderPath]) -> pd.DataFrame:
+    """One row a cell, a missing measurement is missing. Of a list, with the run's name in a first column `run`.
+
+    `frame.attrs["missing"]` names the cells that a run should have and has not.
+    """
+    if isinstance(folders, str | os.PathLike):
+        return _load_one(Path(folders))
+    paths = [Path(folder) for folder in folders]
+    if not paths:
+        raise BadInput("no folder is given: there is nothing to load")
+    refuse_twice(paths)
+    frames = [_load_one(path) for path in paths]
+    for name, frame in zip(labels(paths), frames, strict=True):
+        frame.insert(0, "run", pd.Series(name, index=frame.index, dtype="string"))
+    missing = [case_id for frame in frames for case_id in frame.attrs.pop("missing")]
+    whole = pd.concat(frames, ignore_index=True)
+    whole.attrs["missing"] = missing
+    return whole
+
+
+def _load_one(folder: Path) -> pd.DataFrame:
     stored = read(folder)
     if stored.lack:
         log.warning("%s is %s; missing: %s", folder, stored.lack, some(stored.missing))
@@ -98,31 +88,9 @@ def read_table(folder: Path) -> pd.DataFrame:
     return frame
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# `harness.load`: a run's table for a notebook, or several runs' under each other.
-
-
-Folder = str | os.PathLike[str]
-
-
-def load(folders: Folder | Sequence[Folder]) -> pd.DataFrame:
-    """One row a cell, a missing measurement is missing. Of a list, with the run's name in a first column `run`.
-
-    `frame.attrs["missing"]` names the cells that a run should have and has not.
-    """
-    if isinstance(folders, str | os.PathLike):
-        return store.load(Path(folders))
-    paths = [Path(folder) for folder in folders]
-    if not paths:
-        raise BadInput("no folder is given: there is nothing to load")
-    refuse_twice(paths)
-    frames = [store.load(path) for path in paths]
-    for name, frame in zip(labels(paths), frames, strict=True):
-        frame.insert(0, "run", pd.Series(name, index=frame.index, dtype="string"))
-    missing = [case_id for frame in frames for case_id in frame.attrs.pop("missing")]
-    whole = pd.concat(frames, ignore_index=True)
-    whole.attrs["missing"] = missing
-    return whole
+def some(case_ids: tuple[str, ...]) -> str:
+    more = f" and {len(case_ids) - NAMED} more" if len(case_ids) > NAMED else ""
+    return ", ".join(case_ids[:NAMED]) + more
 
 
 def refuse_twice(folders: Sequence[Path]) -> None:
@@ -141,3 +109,21 @@ def labels(folders: Sequence[Path]) -> list[str]:
     if len(set(names)) == len(names):
         return names
     return [str(folder) for folder in folders]
+
+
+def dtype(column: str) -> str:
+    return DTYPES[TYPES[column]]
+
+
+def table(records: Sequence[Record]) -> pd.DataFrame:
+    columns = {name: pd.Series([getattr(r, name) for r in records], dtype=dtype(name)) for name in COLUMNS}
+    return pd.DataFrame(columns, columns=list(COLUMNS))
+
+
+def write_tables(folder: Path, records: Sequence[Record]) -> pd.DataFrame:
+    frame = table(records)
+    write_atomically(Path(folder) / CSV, frame.to_csv(index=False, lineterminator="\n").encode())
+    buffer = io.BytesIO()
+    frame.to_parquet(buffer, index=False)
+    write_atomically(Path(folder) / PARQUET, buffer.getvalue())
+    return frame

@@ -1,4 +1,7 @@
-"""records.jsonl: the truth about a run. One sealed line a finished case, appended and synced."""
+"""records.jsonl: the truth about a run. One sealed line a finished case, appended and synced.
+
+A line is a JSON object whose last key, `crc32`, is the checksum of all bytes before it.
+"""
 
 import json
 import logging
@@ -14,10 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from harness.errors import StoreError
 from harness.record import STATUSES, Record
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A record as one line: a JSON object whose last key, `crc32`, is the checksum of all bytes before it.
-
-
+RECORDS = "records.jsonl"
 # Strict JSON knows no non-finite number, yet an infinite error is a result.
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 # The types that are columns of a table; the others are containers.
@@ -25,6 +25,8 @@ SCALARS = (int, float, str, bool)
 CRC = "crc32"
 REMEDY = "remove this line, and --resume measures its case again"
 SEAL_BYTES = len(',"crc32":"00000000"}')
+
+log = logging.getLogger(__name__)
 
 
 def _plain_type(hint: Any) -> Any:
@@ -137,14 +139,6 @@ def _decode(name: str, value: Any, place: str) -> Any:
     raise StoreError(f"{place}: field {name} must be {kind}, not {value!r}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-RECORDS = "records.jsonl"
-
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Line:
     record: Record
@@ -252,8 +246,8 @@ class Writer:
             except OSError as error:
                 os.ftruncate(handle, size)
                 reason = error.strerror or error
-                told = f"{self._path}: cannot be written: {reason}; cut back to its last whole line"
-                raise StoreError(told) from error
+                message = f"{self._path}: cannot be written: {reason}; cut back to its last whole line"
+                raise StoreError(message) from error
             self._size += len(data)
         finally:
             os.close(handle)

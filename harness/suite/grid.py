@@ -8,25 +8,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.case import Case
 from harness.variants.specs import OPTIONAL_AXES, VARIANTS, Impossible
 
-# Outermost first: the order of the cases.
-GEOMETRY = (
-    *("variant", "embed_dim", "heads", "kv_heads", "head_dim"),
-    *("q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"),
-)
-REST = ("bias", "seq_len", "mask", "phase", "dtype", "batch", "kernel")
-AXES = GEOMETRY + REST
 
+class Geometry(NamedTuple):
+    """Which module. Like the axes of Way below, outermost first: the order of the cases."""
+
+    variant: str
+    embed_dim: int
+    heads: int
+    kv_heads: int | None
+    head_dim: int | None
+    q_lora_rank: int | None
+    kv_lora_rank: int | None
+    rope_head_dim: int | None
+    v_head_dim: int | None
+
+
+class Way(NamedTuple):
+    """How a module is run."""
+
+    bias: bool
+    seq_len: int
+    mask: str
+    phase: str
+    dtype: str
+    batch: int
+    kernel: str
+
+
+AXES = Geometry._fields + Way._fields
 MAX_CLASHES = 1000  # found one by one and slowly, and a message shows ten
 
 Axes = Mapping[str, Sequence[Any]]  # every axis -> its values, without repetition
 Exclusion = Mapping[str, Sequence[Any]]  # some axes -> the values to drop
-Cell = tuple[Any, ...]
-Conditions = Sequence[tuple[int, frozenset[Any]]]  # place in a cell -> the values that match
+Condition = Mapping[str, frozenset[Any]]  # some axes -> the values that match
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ class Expansion:
 def count_cells(axes: Axes) -> int:
     """Before anything is excluded or found to be the same; counted without expanding it."""
     modules = sum(prod(len(column) for column in _columns(axes, variant)) for variant in axes["variant"])
-    return modules * prod(len(axes[axis]) for axis in REST)
+    return modules * prod(len(axes[axis]) for axis in Way._fields)
 
 
 def expand(blocks: Sequence[Axes], exclusions: Sequence[Exclusion] = (), *, kernels: Sequence[str] = ()) -> Expansion:
@@ -61,104 +80,107 @@ def expand(blocks: Sequence[Axes], exclusions: Sequence[Exclusion] = (), *, kern
     cases: dict[Case, None] = {}
     clashes: dict[Clash, None] = {}
     used: set[int] = set()
-    on_geometry, on_rest = (_conditions(exclusions, names) for names in (GEOMETRY, REST))
     for number, axes in enumerate(blocks):
-        block = _Block(axes, on_geometry, on_rest)
+        ways = _Ways(axes, exclusions)
         for geometry, impossible in _geometries(axes):
-            variant = geometry[0]
-            cells, broken = block.survivors(geometry)
+            left = ways.left_for(geometry)
+            broken = left.broken
             if impossible is None:
-                cases.update(dict.fromkeys(_cases(geometry, cells)))
-            elif cells or broken:
+                cases.update(dict.fromkeys(_cases(geometry, left.possible)))
+            elif left.possible or left.broken:
                 broken = (impossible,)
-            for b in broken:
-                clashes[Clash(number, variant, b.key, b.value, b.rule)] = None
+            clashes |= {Clash(number, geometry.variant, b.key, b.value, b.rule): None for b in broken}
             if len(clashes) >= MAX_CLASHES:
                 return Expansion((), tuple(clashes), ())
-        used |= block.used
+        used |= ways.used
     unused = tuple(n for n in range(len(exclusions)) if n not in used)
     if kernels:
+        conditions = [_condition(exclusion, AXES) for exclusion in exclusions]
         swapped = (replace(case, kernel=kernel) for case in cases for kernel in kernels)
-        cases = dict.fromkeys(case for case in swapped if not any(_excludes(e, case) for e in exclusions))
+        cases = dict.fromkeys(case for case in swapped if not any(_matches(c, case) for c in conditions))
     return Expansion(tuple(cases), tuple(clashes), unused)
 
 
 def _columns(axes: Axes, variant: str) -> list[Sequence[Any]]:
     applies = VARIANTS[variant].axes
-    return [axes[axis] if axis not in OPTIONAL_AXES or axis in applies else (None,) for axis in GEOMETRY[1:]]
+    names = Geometry._fields[1:]
+    return [axes[axis] if axis not in OPTIONAL_AXES or axis in applies else (None,) for axis in names]
 
 
-def _geometries(axes: Axes) -> Iterator[tuple[Cell, Impossible | None]]:
+def _geometries(axes: Axes) -> Iterator[tuple[Geometry, Impossible | None]]:
     """Each module: resolved, or with raw values if the combination is impossible."""
     for variant in axes["variant"]:
-        spec = VARIANTS[variant]
         for values in product(*_columns(axes, variant)):
-            impossible = None
+            raw = Geometry(variant, *values)
             try:
-                raw = dict(zip(GEOMETRY[1:], values, strict=True))
-                resolved = spec.resolve(raw)
-                values = (*values[:2], *(resolved.get(axis) for axis in GEOMETRY[3:]))
-            except Impossible as found:
-                impossible = found
-            yield (variant, *values), impossible
+                resolved = VARIANTS[variant].resolve(raw._asdict())
+            except Impossible as impossible:
+                yield raw, impossible
+            else:
+                yield Geometry(*raw[:3], *(resolved.get(axis) for axis in Geometry._fields[3:])), None
 
 
-def _cases(geometry: Cell, cells: Sequence[Cell]) -> list[Case]:
+def _cases(geometry: Geometry, ways: Sequence[Way]) -> list[Case]:
     # Positional, because this line runs once per case of a large grid.
     variant, embed_dim, heads, kv_heads, head_dim, *ranks = geometry
+    assert head_dim is not None  # resolved
     return [
         Case(variant, kernel, embed_dim, heads, kv_heads, head_dim, seq_len, batch, mask, dtype, phase, bias, *ranks)
-        for bias, seq_len, mask, phase, dtype, batch, kernel in cells
+        for bias, seq_len, mask, phase, dtype, batch, kernel in ways
     ]
 
 
-def _excludes(exclusion: Exclusion, case: Case) -> bool:
-    return all(getattr(case, axis) in values for axis, values in exclusion.items())
+def _condition(exclusion: Exclusion, axes: Sequence[str]) -> Condition:
+    return {axis: frozenset(exclusion[axis]) for axis in axes if axis in exclusion}
 
 
-def _conditions(exclusions: Sequence[Exclusion], names: Sequence[str]) -> list[Conditions]:
-    return [[(names.index(axis), frozenset(e[axis])) for axis in names if axis in e] for e in exclusions]
-
-
-def _matches(conditions: Conditions, cell: Cell) -> bool:
-    for at, values in conditions:  # noqa: SIM110 - a generator triples the time of a large grid
-        if cell[at] not in values:
+def _matches(condition: Condition, cell: Geometry | Way | Case) -> bool:
+    for axis, values in condition.items():  # noqa: SIM110 - a generator triples the time of a large grid
+        if getattr(cell, axis) not in values:
             return False
     return True
 
 
-class _Block:
-    """One grid's way of running a module, less what the exclusions drop. Modules that share exclusions share it."""
+@dataclass(frozen=True)
+class _Left:
+    """What no exclusion drops: the ways to run a module, and the rules that further ways would break."""
 
-    def __init__(self, axes: Axes, on_geometry: Sequence[Conditions], on_rest: Sequence[Conditions]) -> None:
-        self._values = [axes[axis] for axis in REST]
-        self.rest = list(product(*self._values))
-        self.used: set[int] = set()
-        self._known: dict[tuple[Any, ...], tuple[list[Cell], tuple[Impossible, ...]]] = {}
-        self._geometry, self._rest = on_geometry, on_rest
+    possible: Sequence[Way]
+    broken: tuple[Impossible, ...] = ()
 
-    def survivors(self, geometry: Cell) -> tuple[list[Cell], tuple[Impossible, ...]]:
-        """What is left to run with this module, and what is left but cannot be run."""
-        variant = geometry[0]
-        active = tuple([n for n, conditions in enumerate(self._geometry) if _matches(conditions, geometry)])
-        key = (variant, active)
+
+class _Ways:
+    """One grid's ways of running its modules, less what the exclusions drop. Modules that share exclusions share it."""
+
+    def __init__(self, axes: Axes, exclusions: Sequence[Exclusion]) -> None:
+        self._axes = axes
+        self._all = [Way(*values) for values in product(*(axes[axis] for axis in Way._fields))]
+        self._of_modules = [_condition(exclusion, Geometry._fields) for exclusion in exclusions]
+        self._of_ways = [_condition(exclusion, Way._fields) for exclusion in exclusions]
+        self._known: dict[tuple[str, tuple[int, ...]], _Left] = {}
+        self.used: set[int] = set()  # exclusions that match some cell
+
+    def left_for(self, geometry: Geometry) -> _Left:
+        active = tuple([n for n, condition in enumerate(self._of_modules) if _matches(condition, geometry)])
+        key = geometry.variant, active
         if key not in self._known:
-            self._known[key] = self._sift(variant, active)
+            self._known[key] = self._sift(*key)
         return self._known[key]
 
-    def _sift(self, variant: str, active: tuple[int, ...]) -> tuple[list[Cell], tuple[Impossible, ...]]:
-        cells = self.rest
+    def _sift(self, variant: str, active: tuple[int, ...]) -> _Left:
+        ways = self._all
         for n in active:
+            condition = self._of_ways[n]
             # Each exclusion is held against all cells: one that only repeats another is no typo. They are a product, so
             # that one of them matches if every axis has a value that does.
-            if all(not values.isdisjoint(self._values[at]) for at, values in self._rest[n]):
+            if all(not values.isdisjoint(self._axes[axis]) for axis, values in condition.items()):
                 self.used.add(n)
-                cells = [cell for cell in cells if not _matches(self._rest[n], cell)]
-        broken = dict.fromkeys((cell[3], cell[1]) for cell in cells)
-        broken_rules = {pair: rule for pair in broken if (rule := _phase_rule(variant, *pair)) is not None}
-        if not broken_rules:
-            return cells, ()
-        return [cell for cell in cells if (cell[3], cell[1]) not in broken_rules], tuple(broken_rules.values())
+                ways = [way for way in ways if not _matches(condition, way)]
+        pairs = dict.fromkeys((way.phase, way.seq_len) for way in ways)
+        broken = {pair: rule for pair in pairs if (rule := _phase_rule(variant, *pair)) is not None}
+        if not broken:
+            return _Left(ways)
+        return _Left([way for way in ways if (way.phase, way.seq_len) not in broken], tuple(broken.values()))
 
 
 def _phase_rule(variant: str, phase: str, seq_len: int) -> Impossible | None:

@@ -1,6 +1,5 @@
 """The shape of a config file: keys, types and the rule for each value. Impossible combinations are config.py's."""
 
-import difflib
 import keyword
 import os
 import re
@@ -15,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from harness.case import DTYPES, PHASES
 from harness.kernels.names import BadOption, is_plugin, kernel_names, read_options, split_name
+from harness.registry import nearest
 from harness.suite.grid import AXES
 from harness.variants.masks import MASKS
 from harness.variants.specs import VARIANTS
@@ -41,8 +41,7 @@ def show(value: Any) -> str:
 
 def unknown(kind: str, name: Any, known: Iterable[str]) -> str:
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = nearest(name, names) if isinstance(name, str) else ""
     return f"unknown {kind}{hint} (known: {', '.join(names)})"
 
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from harness.kernels.front import AnyKernel, attention, find_kernel
+from harness.variants.attention import CachedSelfAttention
 from harness.variants.cache import KVCache
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(CachedSelfAttention):
     def __init__(
         self,
         embed_dim: int,
@@ -40,53 +41,20 @@ class GroupedQueryAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * D, **options)
         self.out_proj = nn.Linear(num_heads * D, embed_dim, **options)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        window: int | tuple[int, int] | None = None,
-        cache: KVCache | None = None,
-        need_weights: bool = False,
-    ) -> Any:
-        """x (B, L, E) -> (B, L, E), with need_weights also the (B, H, L, S) weights.
-
-        With a cache the L tokens follow those it holds; masks then cover all S tokens.
-        """
+    def _attend(self, x: Tensor, cache: KVCache | None, rules: dict[str, Any]) -> Any:
         D = self.head_dim
         q = self.q_proj(x).unflatten(-1, (-1, D)).transpose(1, 2)  # (B, H, L, D)
         k = self.k_proj(x).unflatten(-1, (-1, D)).transpose(1, 2)  # (B, H_kv, L, D)
         v = self.v_proj(x).unflatten(-1, (-1, D)).transpose(1, 2)  # (B, H_kv, L, D)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H_kv, S, D)
-        attended = attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            causal=causal,
-            window=window,
-            dropout_p=self.dropout if self.training else 0.0,
-            return_weights=need_weights,
-            kernel=self.kernel,
-        )
-        heads, weights = attended if isinstance(attended, tuple) else (attended, None)
-        out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
-        return (out, weights) if need_weights else out
-
-    def new_cache(self, capacity: int = 0) -> KVCache:
-        return KVCache(capacity)
+        return attention(q, k, v, **rules)
 
     def kv_elements_per_token(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, {self.kernel.name}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The two ends of grouped-query attention.
 
 
 class MultiHeadAttention(GroupedQueryAttention):

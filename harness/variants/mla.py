@@ -14,15 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from harness.kernels.front import AnyKernel, attention, find_kernel, make_call
+from harness.variants.attention import CachedSelfAttention
 from harness.variants.cache import KVCache
 from harness.variants.specs.latent import LatentSizes, choose, expanded_kv_elements, latent_kv_elements
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Rotary positions on interleaved pairs (channels 2i and 2i+1), as DeepSeek's weights expect.
+Mode = Literal["auto", "naive", "absorbed"]
 
 
 class Rope:
-    """Angles are made in float64: at position 10,000 a float32 angle is already off by 6e-4."""
+    """Rotary positions on interleaved pairs (channels 2i and 2i+1), as DeepSeek's weights expect.
+
+    Angles are made in float64: at position 10,000 a float32 angle is already off by 6e-4.
+    """
 
     def __init__(self, dim: int, theta: float = 10_000.0) -> None:
         if dim % 2:
@@ -51,15 +54,9 @@ class Rope:
         return table[0][start:end], table[1][start:end]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-Mode = Literal["auto", "naive", "absorbed"]
-
-
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(CachedSelfAttention):
     """mode: "naive" caches decompressed k and v; "absorbed" caches latents and attends in latent space;
-    "auto" caches latents and takes whichever way is cheaper for this call, by the counts of specs/latent_cost.py.
+    "auto" caches latents and takes whichever way is cheaper for this call, by the counts of specs/latent.py.
     """
 
     def __init__(
@@ -113,44 +110,21 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (nope_head_dim + v_head_dim), **options)
         self.out_proj = nn.Linear(num_heads * v_head_dim, embed_dim, **options)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        window: int | tuple[int, int] | None = None,
-        cache: KVCache | None = None,
-        need_weights: bool = False,
-    ) -> Any:
-        """x (B, L, E) -> (B, L, E), with need_weights also the (B, H, L, S) weights."""
+    def _attend(self, x: Tensor, cache: KVCache | None, rules: dict[str, Any]) -> Any:
         start = 0 if cache is None else cache.length
         q_nope, q_pe = self._queries(x, start)  # (B, H, L, N), (B, H, L, R)
         latent = self._latents(x, start)  # (B, 1, L, r + R)
-        rules: dict[str, Any] = {
-            "mask": mask,
-            "causal": causal,
-            "window": window,
-            "scale": self.scale,
-            "dropout_p": self.dropout if self.training else 0.0,
-            "return_weights": need_weights,
-            "kernel": self.kernel,
-        }
+        rules = {**rules, "scale": self.scale}
         if self.mode == "naive":
             k, v = self._expand(latent)
             if cache is not None:
                 k, v = cache.append(k, v)
-            heads = attention(torch.cat((q_nope, q_pe), dim=-1), k, v, **rules)
-        else:
-            if cache is not None:
-                (latent,) = cache.append(latent)  # (B, 1, S, r + R)
-            if self._absorbs(x.shape[1], latent):
-                heads = self._attend_latents(q_nope, q_pe, latent, rules)
-            else:
-                heads = attention(torch.cat((q_nope, q_pe), dim=-1), *self._expand(latent), **rules)
-        heads, weights = heads if isinstance(heads, tuple) else (heads, None)  # (B, H, L, V)
-        out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
-        return (out, weights) if need_weights else out
+            return attention(torch.cat((q_nope, q_pe), dim=-1), k, v, **rules)
+        if cache is not None:
+            (latent,) = cache.append(latent)  # (B, 1, S, r + R)
+        if self._absorbs(x.shape[1], latent):
+            return self._attend_latents(q_nope, q_pe, latent, rules)
+        return attention(torch.cat((q_nope, q_pe), dim=-1), *self._expand(latent), **rules)
 
     def _queries(self, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
@@ -187,7 +161,7 @@ class MultiHeadLatentAttention(nn.Module):
         up_k, up_v = up.split((self.nope_head_dim, self.v_head_dim), dim=1)
         q = torch.cat((torch.einsum("bhln,hnr->bhlr", q_nope, up_k), q_pe), dim=-1)  # (B, H, L, r + R)
         attended = attention(q, latent, latent[..., : self.kv_lora_rank], **rules)
-        mixed, weights = attended if isinstance(attended, tuple) else (attended, None)  # (B, H, L, r)
+        mixed, weights = attended if rules["return_weights"] else (attended, None)  # (B, H, L, r)
         heads = torch.einsum("bhlr,hvr->bhlv", mixed, up_v)  # (B, H, L, V)
         if self.kv_b_proj.bias is not None:
             heads = heads + self._value_bias(q, latent, rules)
@@ -203,9 +177,6 @@ class MultiHeadLatentAttention(nn.Module):
         hiding = {name: rules[name] for name in ("mask", "causal", "window")}
         allowed = make_call(q, latent, latent, **hiding).allowed(q, latent)
         return bias if allowed is None else bias * allowed.any(-1, keepdim=True).to(bias.dtype)
-
-    def new_cache(self, capacity: int = 0) -> KVCache:
-        return KVCache(capacity)
 
     def kv_elements_per_token(self) -> int:
         if self.mode == "naive":

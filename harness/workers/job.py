@@ -1,10 +1,9 @@
 """A Job: one case and all that its result depends on. Whoever performs it, wherever, gets the same record."""
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.case import Case
 from harness.cell import record_of
@@ -62,22 +61,20 @@ def failed(job: Job, status: str, error: str, seconds: float) -> Record:
     return record_of(job.case, status=status, error=error, seconds=seconds)
 
 
-def encode_job(job: Job) -> str:
-    return json.dumps(asdict(job))
+def encode_job(job: Job) -> dict[str, Any]:
+    """Plain data, a part of a message; `decode_job` makes the same job of it."""
+    return asdict(job)
 
 
-def decode_job(text: str) -> Job:
-    data = json.loads(text)
+def decode_job(data: dict[str, Any]) -> Job:
     parts = {"case": Case(**data["case"]), "regimes": tuple(data["regimes"]), "timing": Timing(**data["timing"])}
     accuracy = None if data["accuracy"] is None else Accuracy(**data["accuracy"])
     return Job(**{**data, **parts, "accuracy": accuracy})
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# In this very process: for a debugger. A kernel that crashes ends the run.
-
-
 class Here:
+    """The executor that works in this very process, for a debugger: a kernel that crashes ends the run."""
+
     def origins(self, kernels: Sequence[str]) -> dict[str, str]:
         return {name: load_kernel(name).origin for name in kernels}
 

@@ -1,4 +1,7 @@
-"""The parent's side of one worker process: start it, speak to it, watch it, end it, and say what became of it."""
+"""The parent's side of one worker process: start it, speak to it, watch it, end it, and say what became of it.
+
+How much memory it may take, with all that it starts, is found out here too, and how much it has taken.
+"""
 
 import contextlib
 import os
@@ -17,14 +20,14 @@ import harness
 from harness.suite.schema import Limits
 from harness.workers.channel import Inbox, send
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How much memory a case may take, and how much a worker has taken.
-
-
 SHARE = 0.8
 LOOK_FOR_CHILDREN_S = 1.0  # it reads every process of the machine, some ms: too much for each look
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 VMSTAT = Path("/proc/vmstat")
+CHUNK = 1 << 16
+KEPT_OUTPUT = 1 << 16
+LAST_WORDS = 2000
+ABORT_S = 0.5  # for the traceback of a worker that hangs
 
 
 def allowed_bytes(limits: Limits, workers: int) -> int:
@@ -85,15 +88,6 @@ def _resident(process: psutil.Process) -> int:
         return int(process.memory_info().rss)
     except psutil.Error:  # it has just ended
         return 0
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-CHUNK = 1 << 16
-KEPT_OUTPUT = 1 << 16
-LAST_WORDS = 2000
-ABORT_S = 0.5  # for the traceback of a worker that hangs
 
 
 class Worker:

@@ -35,20 +35,20 @@ Perform = Callable[[Job], Record]
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     id: str
     cpus: int
     timing: int = 0  # how many timed jobs its owner allows at a time
 
 
 @dataclass(frozen=True)
-class Demand:
+class NodeShare:
     """What one job asks of a node."""
 
     cpus: int
     timing: int = 0
 
-    def places(self, node: Node) -> int:
+    def places(self, node: ClusterNode) -> int:
         by_cpus = node.cpus // self.cpus
         return min(by_cpus, node.timing // self.timing) if self.timing else by_cpus
 
@@ -60,7 +60,7 @@ class Demand:
 class Attempt:
     job: Job
     number: int
-    demand: Demand
+    demand: NodeShare
     given: float  # when
 
 
@@ -84,15 +84,15 @@ class Queue:
         self.resting = [rest for rest in self.resting if rest[0] > now]
 
 
-def demand(job: Job, nodes: Sequence[Node]) -> Demand:
+def demand(job: Job, nodes: Sequence[ClusterNode]) -> NodeShare:
     """A timed job has its node to itself; any other takes as many cores as it has threads."""
     biggest = max(node.cpus for node in nodes)
     if not job.timing.enabled:
-        return Demand(min(job.threads, biggest))
+        return NodeShare(min(job.threads, biggest))
     declared = [node.cpus for node in nodes if node.timing]
     # Declared nodes of unlike size are all meant to be used. Where none is declared, only the biggest nodes have that
     # many cores: better fewer timings at once than timings beside another job.
-    return Demand(min(declared), timing=1) if declared else Demand(biggest)
+    return NodeShare(min(declared), timing=1) if declared else NodeShare(biggest)
 
 
 class Ray:
@@ -127,7 +127,7 @@ class Ray:
         home, limits = describe_home(kernels), self._limits
 
         def look(names: tuple[str, ...]) -> dict[str, str]:
-            return on_node(lambda: workers(limits, Demand(1)).origins(names), home)
+            return on_node(lambda: workers(limits, NodeShare(1)).origins(names), home)
 
         task = ray.remote(num_cpus=0, max_retries=self._attempts)(look)
         try:
@@ -245,15 +245,15 @@ class Ray:
             self._connected_here = False
 
 
-def living_nodes() -> list[Node]:
+def living_nodes() -> list[ClusterNode]:
     import ray
 
     totals = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    nodes = [Node(name, int(has.get("CPU", 0)), int(has.get(TIMING, 0))) for name, has in totals.items()]
+    nodes = [ClusterNode(name, int(has.get("CPU", 0)), int(has.get(TIMING, 0))) for name, has in totals.items()]
     return [node for node in nodes if node.cpus]
 
 
-def some_nodes() -> list[Node]:
+def some_nodes() -> list[ClusterNode]:
     nodes = living_nodes()
     if not nodes:
         raise BadInput("--executor ray: the cluster has no node with a CPU")
@@ -293,12 +293,12 @@ def isolated(job: Job, limits: Limits) -> Record:
     import ray
 
     given = ray.get_runtime_context().get_assigned_resources()
-    (record,) = workers(limits, Demand(int(given["CPU"]), int(given.get(TIMING, 0)))).run([job])
+    (record,) = workers(limits, NodeShare(int(given["CPU"]), int(given.get(TIMING, 0)))).run([job])
     return record
 
 
 @functools.cache  # kept as long as Ray's process, so that torch is imported once
-def workers(limits: Limits, asks: Demand) -> Local:
+def workers(limits: Limits, asks: NodeShare) -> Local:
     import ray
 
     (here,) = (node for node in living_nodes() if node.id == ray.get_runtime_context().get_node_id())

@@ -102,8 +102,8 @@ def _settle(hello: dict[str, Any]) -> None:
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
 
 
-def _work(text: str) -> dict[str, Any]:
-    job, started = decode_job(text), time.perf_counter()
+def _work(data: dict[str, Any]) -> dict[str, Any]:
+    job, started = decode_job(data), time.perf_counter()
     try:
         record = perform(job)
     except BaseException as failure:  # a file that cannot be imported any more, or Ctrl-C raised by the kernel itself

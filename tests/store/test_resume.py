@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,10 +25,10 @@ from harness.gate import baseline, exact
 from harness.gate.findings import GateError
 from harness.runner import Interrupted, run
 from harness.store import StoreError
-from harness.workers import make_executor
 from harness.workers.crew import CannotStart
 from harness.workers.interrupts import Terminated
 from harness.workers.job import Here
+from tests.rooms import reached, room_of
 from tests.support import ROOT, python
 from tests.support.runs import CONFIG, MadeUp
 
@@ -326,19 +327,30 @@ def test_a_users_kernel_is_named_with_its_file_and_hash(capsys: pytest.CaptureFi
     assert "kernel mine.py:f from mine.py sha256:1111" in capsys.readouterr().out
 
 
-def test_the_code_hash_follows_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_hash_follows_what_can_change_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     package = tmp_path / "harness"
-    package.mkdir()
+    shutil.copytree(ROOT / "harness", package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(harness, "__file__", str(package / "__init__.py"))
     hashes = [store.manifest.code_sha256()]
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", ""), ("deep/c.py", "1")):
-        (package / name).parent.mkdir(exist_ok=True)
+    for name, text in (
+        ("case.py", "1"),
+        ("case.py", "2"),
+        ("cell/rule.py", "1"),
+        ("kernels/new.py", ""),
+        ("kernels/blocksparse/deep.py", "1"),
+    ):
         (package / name).write_text(text)
         hashes.append(store.manifest.code_sha256())
-    assert len(set(hashes)) == 5
-    (package / "note.txt").write_text("no code")
-    assert store.manifest.code_sha256() == hashes[-1]
+    assert len(set(hashes)) == 6
+    for name in ("cell/note.txt", "report/story.py", "gate/exact.py", "commands/run.py", "store/files.py", "runner.py"):
+        (package / name).write_text("edited")
+        assert store.manifest.code_sha256() == hashes[-1], name
+
+
+def test_what_is_hashed_is_what_a_worker_reaches() -> None:
+    rooms = {room_of(module) for module in reached("harness.workers.worker", ROOT)}
+    assert rooms == set(store.manifest.MEASURING)
 
 
 # Stopping
@@ -574,7 +586,7 @@ def test_bad_choices_are_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match="unknown executor 'moon'; known: local, here, ray"):
         run("c.yaml", OUT, executor="moon")
     with pytest.raises(BadInput, match="only the local executor"):
-        make_executor("here", 2, harness.suite.schema.Limits())
+        runner.make_executor("here", 2, harness.suite.schema.Limits())
     with pytest.raises(BadInput, match="jobs = 0"):
         run("c.yaml", OUT, executor="here", jobs=0)
     Path("c.yaml").write_text(CONFIG.replace("timing: {enabled: false}\n", ""))

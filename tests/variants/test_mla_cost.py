@@ -13,8 +13,8 @@ from harness.case import Case
 from harness.report.plan import print_explanations, why
 from harness.variants.specs.latent import (
     FLOPS_PER_BYTE,
-    Choice,
     Cost,
+    FormChoice,
     LatentSizes,
     absorbed_cost,
     choose,
@@ -66,9 +66,9 @@ def test_the_bytes_by_hand():
 
 def test_the_lower_price_wins_and_bytes_have_theirs():
     assert Cost(flops=5, bytes=3).price == 5 + 3 * FLOPS_PER_BYTE
-    assert Choice(absorbed=Cost(10, 1), expanded=Cost(10, 2)).absorbs
-    assert not Choice(absorbed=Cost(10, 1), expanded=Cost(10, 1)).absorbs
-    assert not Choice(absorbed=Cost(11, 1), expanded=Cost(10, 1)).absorbs
+    assert FormChoice(absorbed=Cost(10, 1), expanded=Cost(10, 2)).absorbs
+    assert not FormChoice(absorbed=Cost(10, 1), expanded=Cost(10, 1)).absorbs
+    assert not FormChoice(absorbed=Cost(11, 1), expanded=Cost(10, 1)).absorbs
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])

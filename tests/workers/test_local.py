@@ -320,12 +320,12 @@ def test_closing_the_iterator_kills_the_worker_at_work(local):
 
 
 PARENT = """
-import sys
+import json, sys
 from harness.suite.schema import Limits
 from harness.workers.local import Local
 from harness.workers.job import decode_job
 local = Local(limits=Limits(timeout_s=30))
-stream = local.run([decode_job(text) for text in sys.argv[1:]])
+stream = local.run([decode_job(json.loads(text)) for text in sys.argv[1:]])
 def tell():
     print("worker", *(worker.pid for worker in local._crew.workers()), flush=True)
 hand_out = local._crew.give
@@ -345,7 +345,7 @@ except KeyboardInterrupt:
 class Parent:
     def __init__(self, *kernels: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, *(encode_job(job(kernel)) for kernel in kernels)],
+            [sys.executable, "-c", PARENT, *(json.dumps(encode_job(job(kernel))) for kernel in kernels)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -472,7 +472,8 @@ def test_broken_messages_are_noticed(data):
 
 def test_jobs_and_records_arrive_as_they_were_sent():
     sent = dataclasses.replace(job("eager"), regimes=("plain", "tiny"), timing=Timing(budget_s=0.1))
-    assert decode_job(encode_job(sent)) == sent
+    (message,) = Inbox().feed(pack({"job": encode_job(sent)}))
+    assert isinstance(message["job"], dict) and decode_job(message["job"]) == sent
     record = dataclasses.replace(
         failed(sent, "oom", "why", 0.1), max_abs_err=float("inf"), samples_s={"a": [0.1, 1e-9]}
     )

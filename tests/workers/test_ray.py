@@ -27,7 +27,7 @@ from harness.suite.schema import Timing
 from harness.workers import node_check
 from harness.workers import ray as executor
 from harness.workers.job import Here, Job, failed
-from harness.workers.ray import Demand, Node, Ray, demand
+from harness.workers.ray import ClusterNode, NodeShare, Ray, demand
 
 # Ray's processes need not find this file: what they are to do goes along by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -211,16 +211,16 @@ def test_timed_jobs_have_their_node_to_themselves(cluster: Cluster, tmp_path: Pa
 @pytest.mark.parametrize(
     ("timed", "threads", "nodes", "expected"),
     [
-        (False, 1, [Node("a", 8), Node("b", 2)], Demand(1)),
-        (False, 4, [Node("a", 8), Node("b", 2)], Demand(4)),
-        (False, 4, [Node("a", 2)], Demand(2)),  # fewer cores than threads: slow, but never stuck
-        (True, 1, [Node("a", 8), Node("b", 8)], Demand(8)),
-        (True, 1, [Node("a", 8), Node("b", 2)], Demand(8)),
-        (True, 1, [Node("a", 8), Node("b", 2, timing=1)], Demand(2, timing=1)),
-        (True, 1, [Node("a", 8, timing=1), Node("b", 2, timing=1)], Demand(2, timing=1)),
+        (False, 1, [ClusterNode("a", 8), ClusterNode("b", 2)], NodeShare(1)),
+        (False, 4, [ClusterNode("a", 8), ClusterNode("b", 2)], NodeShare(4)),
+        (False, 4, [ClusterNode("a", 2)], NodeShare(2)),  # fewer cores than threads: slow, but never stuck
+        (True, 1, [ClusterNode("a", 8), ClusterNode("b", 8)], NodeShare(8)),
+        (True, 1, [ClusterNode("a", 8), ClusterNode("b", 2)], NodeShare(8)),
+        (True, 1, [ClusterNode("a", 8), ClusterNode("b", 2, timing=1)], NodeShare(2, timing=1)),
+        (True, 1, [ClusterNode("a", 8, timing=1), ClusterNode("b", 2, timing=1)], NodeShare(2, timing=1)),
     ],
 )
-def test_what_a_job_asks_for(timed: bool, threads: int, nodes: list[Node], expected: Demand):
+def test_what_a_job_asks_for(timed: bool, threads: int, nodes: list[ClusterNode], expected: NodeShare):
     job = replace(make_jobs()[0], timing=Timing(enabled=timed), threads=threads)
     assert demand(job, nodes) == expected
     assert sum(map(expected.places, nodes)) >= 1
@@ -229,20 +229,20 @@ def test_what_a_job_asks_for(timed: bool, threads: int, nodes: list[Node], expec
 @pytest.mark.parametrize(
     ("asks", "node", "places"),
     [
-        (Demand(1), Node("a", 8), 8),
-        (Demand(3), Node("a", 8), 2),
-        (Demand(2, timing=1), Node("a", 8, timing=1), 1),
-        (Demand(2, timing=1), Node("a", 8), 0),
-        (Demand(8), Node("a", 4), 0),
+        (NodeShare(1), ClusterNode("a", 8), 8),
+        (NodeShare(3), ClusterNode("a", 8), 2),
+        (NodeShare(2, timing=1), ClusterNode("a", 8, timing=1), 1),
+        (NodeShare(2, timing=1), ClusterNode("a", 8), 0),
+        (NodeShare(8), ClusterNode("a", 4), 0),
     ],
 )
-def test_places(asks: Demand, node: Node, places: int):
+def test_places(asks: NodeShare, node: ClusterNode, places: int):
     assert asks.places(node) == places
 
 
 def test_a_timed_job_asks_ray_for_the_resource():
-    assert Demand(2, timing=1).options() == {"num_cpus": 2, "resources": {"harness_timing": 1}}
-    assert Demand(3).options() == {"num_cpus": 3, "resources": {}}
+    assert NodeShare(2, timing=1).options() == {"num_cpus": 2, "resources": {"harness_timing": 1}}
+    assert NodeShare(3).options() == {"num_cpus": 3, "resources": {}}
 
 
 @pytest.mark.usefixtures("connected")

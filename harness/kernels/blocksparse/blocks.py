@@ -1,4 +1,8 @@
-"""Blocks of queries that are computed together: what each call costs besides arithmetic is paid once for several."""
+"""Which blocks of keys each query sees, and which blocks of queries are computed together.
+
+What lies out of sight, by position or mask, is neither chosen nor counted. What each call of torch costs besides
+arithmetic is paid once for several blocks.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,10 +12,6 @@ from torch import Tensor
 
 from harness.kernels.call import AttentionCall
 from harness.kernels.tiles import TILE_ROWS
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which blocks of keys each query sees, by position and mask: what lies outside is neither chosen nor counted.
-
 
 QUERIES, KEYS = 128, 64  # SpargeAttn's
 
@@ -112,9 +112,6 @@ def _of_blocks(rows: Tensor, blocks: Blocks) -> Tensor:
     return padded.unflatten(2, (NQ, blocks.queries))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A block of queries of one head, and the blocks of keys that it keeps."""
@@ -128,30 +125,37 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Pieces of equally many queries and blocks of keys."""
+class QueryBatch:
+    """Pieces of equally many queries and blocks of keys, computed together."""
 
     pieces: Sequence[Piece]
     alike: bool  # all keep the very same keys: their queries are rows of one product
 
     @property
     def queries(self) -> int:
+        """Of each piece."""
         return self.pieces[0].rows.stop - self.pieces[0].rows.start
 
     @property
     def count(self) -> int:
+        """Blocks of keys that each piece keeps."""
         return len(self.pieces[0].kept)
 
+    @property
+    def sources(self) -> Sequence[Piece]:
+        """Those whose keys are read."""
+        return self.pieces[:1] if self.alike else self.pieces
 
-def batches(keep: Tensor, *, kv_heads: int, L: int, blocks: Blocks, budget: int) -> list[Batch]:
+
+def batches(keep: Tensor, *, kv_heads: int, L: int, blocks: Blocks, budget: int) -> list[QueryBatch]:
     """Of a map (B, H, NQ, NK); a batch has at most `budget` scores, as far as a single piece allows.
 
     Longest first, so that no thread is left with it at the end.
     """
-    found: list[Batch] = []
+    found: list[QueryBatch] = []
     single: dict[tuple[object, ...], list[Piece]] = {}
     for group in _by_keys(_pieces(keep, kv_heads, L, blocks)):
-        one = Batch(group, alike=True)
+        one = QueryBatch(group, alike=True)
         if len(group) > 1:
             found += _cut(one, blocks, budget)
         else:
@@ -159,7 +163,7 @@ def batches(keep: Tensor, *, kv_heads: int, L: int, blocks: Blocks, budget: int)
             place = group[0].kept if is_contiguous(group[0].kept) else None
             single.setdefault((one.queries, one.count, place), []).extend(group)
     for group in single.values():
-        found += _cut(Batch(group, alike=False), blocks, budget)
+        found += _cut(QueryBatch(group, alike=False), blocks, budget)
     return sorted(found, key=lambda batch: -len(batch.pieces) * batch.count)
 
 
@@ -190,8 +194,8 @@ def _by_keys(pieces: Iterable[Piece]) -> Iterable[list[Piece]]:
     return groups.values()
 
 
-def _cut(whole: Batch, blocks: Blocks, budget: int) -> Iterator[Batch]:
+def _cut(whole: QueryBatch, blocks: Blocks, budget: int) -> Iterator[QueryBatch]:
     scores = whole.queries * whole.count * blocks.keys
     most = max(min(TILE_ROWS // whole.queries, budget // scores), 1)
     for start in range(0, len(whole.pieces), most):
-        yield Batch(whole.pieces[start : start + most], whole.alike)
+        yield QueryBatch(whole.pieces[start : start + most], whole.alike)

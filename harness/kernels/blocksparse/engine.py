@@ -10,6 +10,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,9 @@ from torch import Tensor
 
 from harness.kernels.blocksparse.blocks import (
     SPARGE_BLOCKS,
-    Batch,
     Blocks,
     Piece,
+    QueryBatch,
     batches,
     block_sight,
     is_contiguous,
@@ -106,7 +108,7 @@ def _prepare(
     blocks: Blocks,
     pv: float | None,
     threads: int,
-) -> tuple["_Work", list[Batch]]:
+) -> tuple["_Work", list[QueryBatch]]:
     wide = torch.promote_types(q.dtype, torch.float32)
     budget = cache_bytes() // (SHARE * threads * wide.itemsize)
     todo = batches(keep, kv_heads=k.shape[1], L=q.shape[2], blocks=blocks, budget=budget)
@@ -129,7 +131,7 @@ class _Work:
     per_head: int  # NK
     blocks: Blocks
     pv: float | None
-    ceilings: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # by relative position
+    ceilings: dict["_Edge", Tensor] = field(default_factory=dict)  # made once for all that hide alike
     pv_skipped: list[int] = field(default_factory=list)  # of each batch: appending needs no lock
 
     @staticmethod
@@ -151,64 +153,74 @@ class _Work:
             mask = F.pad(mask.expand(*mask.shape[:3], S), (0, short)).unflatten(3, (NK, blocks.keys))
         return _Work(q.detach(), cut(k), cut(v), out, call, mask, S, NK, blocks, pv)
 
-    def room(self, todo: Sequence[Batch]) -> Tensor:
+    def room(self, todo: Sequence[QueryBatch]) -> Tensor:
         """For the gathered keys, then values, the scores and the output of one batch."""
         D, D_v, width = self.k.shape[2], self.v.shape[2], self.blocks.keys
 
-        def size(batch: Batch) -> int:
+        def size(batch: QueryBatch) -> int:
             keys, rows = batch.count * width, len(batch.pieces) * batch.queries
-            sources = 1 if batch.alike else len(batch.pieces)
-            return sources * keys * max(D, D_v) + rows * (keys + D_v)
+            return len(batch.sources) * keys * max(D, D_v) + rows * (keys + D_v)
 
         return self.k.new_empty(max(map(size, todo)))
 
 
-def _fill(work: _Work, room: Tensor, todo: Iterator[Batch]) -> None:
-    call, width, D_v = work.call, work.blocks.keys, work.v.shape[2]
-    softcap = call.softcap
-    alpha = call.scale if softcap is None else call.scale / softcap
+def _fill(work: _Work, room: Tensor, todo: Iterator[QueryBatch]) -> None:
+    """The output of each batch, computed in `room`: its scores, what they mix of the values, then the gathered keys."""
+    width, D_v = work.blocks.keys, work.v.shape[2]
     for batch in todo:
         m, r, n = len(batch.pieces), batch.queries, batch.count
         heads, rows = (1, m * r) if batch.alike else (m, r)
         scores = room[: m * r * n * width].view(heads, rows, n * width)
         mixed = room[scores.numel() :][: m * r * D_v].view(heads, rows, D_v)
         rest = room[scores.numel() + mixed.numel() :]
-        sources = batch.pieces[:1] if batch.alike else batch.pieces
-
-        q = _stack(work.q, batch).view(heads, rows, -1).to(work.k.dtype)
-        torch.baddbmm(scores, q, _gather(work, work.k, sources, rest).mT, beta=0, alpha=alpha, out=scores)
-        if softcap is not None:
-            scores.tanh_().mul_(softcap)
         by_block = scores.view(m, r, n, width)
+
+        _score(work, batch, scores, rest)
         _hide(work, batch, by_block)
-
-        local = by_block.amax(-1) if work.pv is not None else None  # (m, r, n)
-        peak = (scores.view(m, r, -1) if local is None else local).amax(-1, keepdim=True)  # (m, r, 1)
-        sink = None
-        if call.sinks is not None:
-            sink = call.sinks[[piece.h for piece in batch.pieces]].to(peak.dtype).view(m, 1, 1)
-            peak = torch.maximum(peak, sink)
-        if call.hides:
-            peak.masked_fill_(peak == -INF, 0.0)
-        # exp2 takes half the time of exp; multiplied before the peak is taken away, scores would lose a digit.
-        weights = scores.view(m, r, -1)
-        torch.add(peak * -LOG2_E, weights, alpha=LOG2_E, out=weights).exp2_()
-        total = weights.sum(-1, keepdim=True)
-        if sink is not None:
-            total += torch.exp(sink - peak)
-        if call.hides:
-            total.masked_fill_(total == 0.0, 1.0)  # a row that sees nothing stays 0
-
-        counted = None if local is None or work.pv is None else _matters(local, peak, work.pv)  # (m, n)
-        if counted is None or bool(counted.all()):
-            torch.bmm(scores, _gather(work, work.v, sources, rest), out=mixed)
+        total, counted = _exponentiate(work, batch, by_block)
+        if counted is None:
+            torch.bmm(scores, _gather(work, work.v, batch.sources, rest), out=mixed)
         else:
             work.pv_skipped.append(int((~counted).sum()))
             _multiply_counted(work, batch, by_block, counted, mixed.view(m, r, D_v))
         _write(work.out, batch, mixed.view(m, r, D_v), total)
 
 
-def _stack(q: Tensor, batch: Batch) -> Tensor:
+def _score(work: _Work, batch: QueryBatch, scores: Tensor, rest: Tensor) -> None:
+    """Into `scores`, (heads, rows, keys); the kept keys are gathered in `rest`."""
+    q = _stack(work.q, batch).view(*scores.shape[:2], -1).to(work.k.dtype)
+    keys = _gather(work, work.k, batch.sources, rest).mT
+    scale, softcap = work.call.scale, work.call.softcap
+    alpha = scale if softcap is None else scale / softcap
+    torch.baddbmm(scores, q, keys, beta=0, alpha=alpha, out=scores)
+    if softcap is not None:
+        scores.tanh_().mul_(softcap)
+
+
+def _exponentiate(work: _Work, batch: QueryBatch, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scores (m, r, n, keys) to weights in place, not normalised. Gives the sums of the rows, (m, r, 1), and which
+    blocks, (m, n), are to be multiplied with their values; None if all are."""
+    call, weights = work.call, scores.flatten(2)
+    local = scores.amax(-1) if work.pv is not None else None  # (m, r, n)
+    peak = (weights if local is None else local).amax(-1, keepdim=True)  # (m, r, 1)
+    sink = None
+    if call.sinks is not None:
+        sink = call.sinks[[piece.h for piece in batch.pieces]].to(peak.dtype).view(-1, 1, 1)
+        peak = torch.maximum(peak, sink)
+    if call.hides:
+        peak.masked_fill_(peak == -INF, 0.0)
+    # exp2 takes half the time of exp; multiplied before the peak is taken away, scores would lose a digit.
+    torch.add(peak * -LOG2_E, weights, alpha=LOG2_E, out=weights).exp2_()
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total += torch.exp(sink - peak)
+    if call.hides:
+        total.masked_fill_(total == 0.0, 1.0)  # a row that sees nothing stays 0
+    counted = None if local is None or work.pv is None else _matters(local, peak, work.pv)
+    return total, None if counted is None or bool(counted.all()) else counted
+
+
+def _stack(q: Tensor, batch: QueryBatch) -> Tensor:
     """The queries of all pieces, (m, r, D); a view of one."""
     if len(batch.pieces) == 1:
         first = batch.pieces[0]
@@ -216,7 +228,7 @@ def _stack(q: Tensor, batch: Batch) -> Tensor:
     return torch.stack([q[piece.b, piece.h, piece.rows] for piece in batch.pieces])
 
 
-def _write(out: Tensor, batch: Batch, mixed: Tensor, total: Tensor) -> None:
+def _write(out: Tensor, batch: QueryBatch, mixed: Tensor, total: Tensor) -> None:
     for at, piece in enumerate(batch.pieces):
         torch.div(mixed[at], total[at], out=out[piece.b, piece.h, piece.rows])
 
@@ -234,7 +246,7 @@ def _gather(work: _Work, t: Tensor, sources: Sequence[Piece], rest: Tensor) -> T
     return gathered.view(m, -1, t.shape[2])
 
 
-def _hide(work: _Work, batch: Batch, scores: Tensor) -> None:
+def _hide(work: _Work, batch: QueryBatch, scores: Tensor) -> None:
     """In place; scores are (m, r, n, keys)."""
     if not work.call.hides and work.S % work.blocks.keys == 0:
         return
@@ -245,9 +257,9 @@ def _hide(work: _Work, batch: Batch, scores: Tensor) -> None:
     together = by_piece[:1] if len(set(by_piece)) == 1 else by_piece
     for at, edges in enumerate(together):
         part = scores if len(together) == 1 else scores[at : at + 1]
-        for first, stop, key in edges:
-            shown = part[:, :, first:stop]
-            torch.minimum(shown, _ceiling(work, key), out=shown)
+        for first, edge in edges:
+            shown = part[:, :, first : first + edge.blocks]
+            torch.minimum(shown, _ceiling(work, edge), out=shown)
 
 
 def _hide_masked(work: _Work, piece: Piece, scores: Tensor) -> None:
@@ -262,12 +274,17 @@ def _hide_masked(work: _Work, piece: Piece, scores: Tensor) -> None:
         scores.masked_fill_(~shown, -INF)
 
 
-_Edge = tuple[int, int, "_Key"]
-_Key = tuple[int, int, int, int]
+class _Edge(NamedTuple):
+    """What a stretch of blocks hides, relative to its first query."""
+
+    queries: int
+    position: int  # of its first key
+    blocks: int
+    keys: int  # that there are: the last block may be filled up
 
 
-def _edges(work: _Work, piece: Piece) -> Iterator[_Edge]:
-    """Stretches of kept blocks with keys that some query must not see; what they hide, relative to the first query."""
+def _edges(work: _Work, piece: Piece) -> Iterator[tuple[int, _Edge]]:
+    """Stretches of kept blocks with keys that some query must not see: each with the number of its first block."""
     start, (left, right), width = work.call.q_start, reach(work.call), work.blocks.keys
     top = piece.rows.start + (int(start[piece.b]) if isinstance(start, Tensor) else start)
     length, kept = piece.rows.stop - piece.rows.start, piece.kept
@@ -275,33 +292,30 @@ def _edges(work: _Work, piece: Piece) -> Iterator[_Edge]:
     low = 0 if left is None else bisect_left(kept, -(-(top + length - 1 - left) // width))
     last = work.S - 1 if right is None else min(top + right, work.S - 1)
     high = bisect_left(kept, (last + 1) // width)
-    partial = [*range(low), *range(max(low, high), len(kept))]
-    while partial:
-        first = stop = partial[0]
-        while (
-            stop - first < len(partial) and partial[stop - first] == stop and kept[stop] - kept[first] == stop - first
-        ):
-            stop += 1
-        partial = partial[stop - first :]
+    partial = enumerate([*range(low), *range(max(low, high), len(kept))])
+    for _, stretch in groupby(partial, lambda pair: (pair[1] - pair[0], kept[pair[1]] - pair[1])):
+        blocks = [block for _, block in stretch]
+        first, count = blocks[0], len(blocks)
         position = kept[first] * width
-        yield first, stop, (length, position - top, stop - first, min((stop - first) * width, work.S - position))
+        keys = min(count * width, work.S - position)
+        yield first, _Edge(length, position - top, count, keys)
 
 
-def _ceiling(work: _Work, key: _Key) -> Tensor:
+def _ceiling(work: _Work, edge: _Edge) -> Tensor:
     """-inf where hidden by position, else inf: a minimum takes an eighth of the time of a masked_fill."""
-    if key not in work.ceilings:
-        length, position, count, valid = key
+    if edge not in work.ceilings:
         left, right = reach(work.call)
-        i = torch.arange(length, device=work.out.device)[:, None]  # (rows, 1)
-        j = torch.arange(position, position + count * work.blocks.keys, device=work.out.device)  # (keys,)
-        shown = (j < position + valid).expand(length, -1).clone()
+        i = torch.arange(edge.queries, device=work.out.device)[:, None]  # (rows, 1)
+        end = edge.position + edge.blocks * work.blocks.keys
+        j = torch.arange(edge.position, end, device=work.out.device)  # (keys,)
+        shown = (j < edge.position + edge.keys).expand(edge.queries, -1).clone()
         if left is not None:
             shown &= j >= i - left
         if right is not None:
             shown &= j <= i + right
         endless = torch.full((), INF, dtype=work.k.dtype, device=work.out.device)
-        work.ceilings[key] = torch.where(shown, endless, -endless).unflatten(1, (count, work.blocks.keys))
-    return work.ceilings[key]
+        work.ceilings[edge] = torch.where(shown, endless, -endless).unflatten(1, (edge.blocks, work.blocks.keys))
+    return work.ceilings[edge]
 
 
 def _matters(local: Tensor, peak: Tensor, threshold: float) -> Tensor:
@@ -314,7 +328,7 @@ def _matters(local: Tensor, peak: Tensor, threshold: float) -> Tensor:
     return margin.amax(1) > 0
 
 
-def _multiply_counted(work: _Work, batch: Batch, weights: Tensor, counted: Tensor, mixed: Tensor) -> None:
+def _multiply_counted(work: _Work, batch: QueryBatch, weights: Tensor, counted: Tensor, mixed: Tensor) -> None:
     """Each piece with the values of those of its blocks that count."""
     for at, piece in enumerate(batch.pieces):
         blocks = counted[at].nonzero()[:, 0]

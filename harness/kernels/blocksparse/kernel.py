@@ -1,4 +1,7 @@
-"""A selector and the engine as a kernel that counts what it leaves out."""
+"""Selectors, which say what blocks are worth computing, and the kernel that is made of one of them and the engine.
+
+A selector gives a map (B, H, NQ, NK); the kernel keeps it within sight, and counts what it leaves out.
+"""
 
 import functools
 import math
@@ -11,12 +14,8 @@ from torch import Tensor
 
 from harness.kernels.blocksparse.blocks import SPARGE_BLOCKS, Blocks, block_sight, covered
 from harness.kernels.blocksparse.engine import block_sparse, expanded, refuse
-from harness.kernels.call import AttentionCall, Choice, Kernel, Tally
+from harness.kernels.call import AttentionCall, BlockChoice, Kernel, Tally
 from harness.kernels.threads import alone
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which blocks are worth computing. A selector gives a map (B, H, NQ, NK); the kernel keeps it within sight.
-
 
 Selector = Callable[[Tensor, Tensor, AttentionCall], Tensor]
 
@@ -174,9 +173,6 @@ def diagonal(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks, *, margi
     return block_sight(q, k, near, blocks)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def block_sparse_kernel(
     name: str, selector: Selector, *, blocks: Blocks, pv: float | None = None, exact: bool = False
 ) -> Kernel:
@@ -189,7 +185,7 @@ def block_sparse_kernel(
             return q.new_zeros(*q.shape[:3], v.shape[3]), None
         keep = alone(lambda: choose(selector, q, k, call, blocks=blocks))
         out, count = block_sparse(q, k, v, call, keep, blocks=blocks, pv=pv)
-        choice = Choice(functools.partial(expanded, keep, blocks, q.shape[2], k.shape[2]), pv)
+        choice = BlockChoice(functools.partial(expanded, keep, blocks, q.shape[2], k.shape[2]), pv)
         tally.add(count, choice=choice, call=call, is_spoilt=is_spoilt(out, call))
         return out, None
 

@@ -1,6 +1,14 @@
 """MLA: keys and values are decompressed from one cached latent per token (DeepSeek-V2).
 
 r = kv_lora_rank, R = rope_head_dim, N = head_dim (the part without positions), V = v_head_dim, q = q_lora_rank.
+
+With latents in the cache there are two ways to attend. *Expanded*: decompress every latent into per-head keys and
+values, then attend with D = N + R. *Absorbed*: move the queries into latent space, where all heads share one key and
+one value, and attend with D = r + R. Expanding costs the same for one query as for a thousand; absorbing makes every
+query dearer. So few queries are absorbed and many are not, and where the two meet depends on all sizes.
+
+The rule: price = FLOPs + FLOPS_PER_BYTE * bytes, and the lower price wins. Scores and softmax are the same in both
+and left out; so is the decompressor, which both read once.
 """
 
 from collections.abc import Mapping
@@ -9,18 +17,6 @@ from typing import Any
 
 from harness.case import PHASES, Case
 from harness.variants.specs import MATMUL, VARIANTS, Impossible, VariantSpec, at_least_one, resolve_head_dim
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which form of latent attention is cheaper for a call, from counts alone.
-#
-# With latents in the cache there are two ways to attend. *Expanded*: decompress every latent into per-head keys and
-# values, then attend with D = N + R. *Absorbed*: move the queries into latent space, where all heads share one key and
-# one value, and attend with D = r + R. Expanding costs the same for one query as for a thousand; absorbing makes every
-# query dearer. So few queries are absorbed and many are not, and where the two meet depends on all sizes.
-#
-# The rule: price = FLOPs + FLOPS_PER_BYTE * bytes, and the lower price wins. Scores and softmax are the same in both
-# and left out; so is the decompressor, which both read once.
-
 
 # A round figure for how many FLOPs a byte from memory is worth. Crossovers of the two forms, seen at two sizes on one
 # loaded machine, ask for about 3 and about 25: it decides only calls whose two prices are near each other.
@@ -52,7 +48,9 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormChoice:
+    """What the two forms cost for a call, and so which of them is taken."""
+
     absorbed: Cost
     expanded: Cost
 
@@ -61,9 +59,9 @@ class Choice:
         return self.absorbed.price < self.expanded.price
 
 
-def choose(sizes: LatentSizes, queries: int, keys: int, *, itemsize: int = WIDE) -> Choice:
+def choose(sizes: LatentSizes, queries: int, keys: int, *, itemsize: int = WIDE) -> FormChoice:
     """What both forms cost for `queries` new tokens over `keys` cached latents of `itemsize` bytes an element."""
-    return Choice(absorbed_cost(sizes, queries, keys, itemsize), expanded_cost(sizes, queries, keys, itemsize))
+    return FormChoice(absorbed_cost(sizes, queries, keys, itemsize), expanded_cost(sizes, queries, keys, itemsize))
 
 
 def expanded_flops(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int, fresh: int) -> int:
@@ -101,9 +99,6 @@ def absorbed_cost(sizes: LatentSizes, queries: int, keys: int, itemsize: int) ->
 def _read_bytes(elements: int, itemsize: int) -> int:
     """By the attention kernel; half precision is read, written widened, and read again."""
     return elements * (itemsize if itemsize >= WIDE else itemsize + 2 * WIDE)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def latent_params(
@@ -196,10 +191,6 @@ def resolve_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def reference_mla(_: Case) -> str:
-    return "sdpa_mla"
-
-
 for _name, _title, _mode, _elements in (
     ("mla", "multi-head latent: latent cache, absorbed where that is cheaper", "auto", _latent_elements),
     ("mla_absorbed", "MLA that always attends in latent space", "absorbed", _latent_elements),
@@ -216,7 +207,7 @@ for _name, _title, _mode, _elements in (
             params=latent_case_params,
             kv_elements_per_token=_elements,
             flops=latent_flops,
-            reference=reference_mla,
+            reference=lambda _: "sdpa_mla",
             swap_options={"mode": _mode},
         ),
     )

@@ -1,0 +1,50 @@
+"""What the variants share: self-attention over (B, L, E) that may go on from a KV cache."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from harness.kernels.call import Kernel
+from harness.variants.cache import KVCache
+
+
+class CachedSelfAttention(nn.Module):
+    """A subclass projects, fills the cache and attends, in `_attend`."""
+
+    dropout: float
+    kernel: Kernel
+    out_proj: nn.Linear
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        cache: KVCache | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """x (B, L, E) -> (B, L, E), with need_weights also the (B, H, L, S) weights.
+
+        With a cache the L tokens follow those it holds; masks then cover all S tokens.
+        """
+        rules: dict[str, Any] = {
+            "mask": mask,
+            "causal": causal,
+            "window": window,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "return_weights": need_weights,
+            "kernel": self.kernel,
+        }
+        attended = self._attend(x, cache, rules)
+        heads, weights = attended if need_weights else (attended, None)
+        out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
+        return (out, weights) if need_weights else out
+
+    def _attend(self, x: Tensor, cache: KVCache | None, rules: dict[str, Any]) -> Any:
+        """The heads' outputs, (B, H, L, D_v), as `attention` gives them when called with `rules`."""
+        raise NotImplementedError
+
+    def new_cache(self, capacity: int = 0) -> KVCache:
+        return KVCache(capacity)
