@@ -44,14 +44,29 @@ def test_the_readme_has_examples_of_each_kind():
     assert len(fences("yaml")) >= 2
 
 
+def run_example(code: str, name: str) -> None:
+    """The example runs by itself, and leaves the names that it made."""
+    made: dict[str, object] = {"__name__": name}
+    exec(compile(code, name, "exec"), made)
+    assert made.keys() > {"__name__", "__builtins__"}, "nothing was made"
+
+
+def test_an_example_that_does_not_run_is_seen() -> None:
+    for broken, error in (("import harness\nharness.nothing()", AttributeError), ("assert 1 > 2", AssertionError)):
+        with pytest.raises(error):
+            run_example(broken, "readme")
+    with pytest.raises(AssertionError, match="nothing was made"):
+        run_example("# soon", "readme")
+
+
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
 def test_python_examples_run(code: str, workplace: Path):
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    run_example(code, "readme")
 
 
 @pytest.mark.parametrize(("name", "code"), GUIDE_PYTHON, ids=[f"{n}-{i}" for i, (n, _) in enumerate(GUIDE_PYTHON)])
 def test_python_examples_of_the_guides_run(name: str, code: str, workplace: Path):
-    exec(compile(code, name, "exec"), {"__name__": "guide"})
+    run_example(code, name)
 
 
 def test_commands_of_the_guides_run(workplace: Path):

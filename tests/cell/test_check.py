@@ -1,6 +1,7 @@
 """`harness.check` and `harness.assert_equivalent`, as a user's own tests call them."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -75,8 +76,11 @@ def test_a_wrong_function_fails_with_its_factor():
 def test_one_tensor_a_sequence_and_a_mapping_are_inputs():
     q, k, v = tensors(*QKV)
     assert harness.check(torch.tanh, torch.tanh, q).passed
+    assert not harness.check(torch.tanh, torch.sin, q).passed
     assert harness.check(by_hand, F.scaled_dot_product_attention, [q, k, v]).passed
+    assert not harness.check(lambda q, v, k: by_hand(q, k, v), by_hand, [q, k, v]).passed  # the order counts
     assert harness.check(by_hand, by_hand, {"v": v, "q": q, "k": k}).passed
+    assert harness.check(lambda q, v, k: by_hand(q, k, v), by_hand, {"v": v, "q": q, "k": k}).passed  # names do
 
 
 def test_other_arguments_go_through_untouched():
@@ -94,9 +98,12 @@ def test_other_arguments_go_through_untouched():
     )
     assert found.passed
     direct = {"query": q, "key": k, "value": v, **inputs}
-    assert harness.check(
-        lambda query, key, value, **rest: ours(query, key, value, **rest), F.scaled_dot_product_attention, direct
-    ).passed
+    for changed in ({}, {"scale": 0.26}, {"attn_mask": torch.ones_like(mask)}):
+
+        def other(query: Tensor, key: Tensor, value: Tensor, changed: Any = changed, **rest: Any) -> Any:
+            return ours(query, key, value, **rest | changed)
+
+        assert harness.check(other, F.scaled_dot_product_attention, direct).passed is (changed == {})
 
 
 def test_the_inputs_are_not_changed():
@@ -132,16 +139,23 @@ def test_the_reference_runs_once_per_draw_and_as_golden_in_float64():
 
 
 def test_a_badly_conditioned_problem_widens_its_own_budget():
-    """Differences of large numbers: two right orders of summation differ by far more than eps of the result."""
-    x = tensors((64,))[0] * 1e4
+    """Large numbers that cancel: two right orders of summation differ by far more than eps of the result."""
+    half = tensors((512,))[0] * 1e4
+    x = torch.cat((half, 1 - half))
 
     def forwards(x: Tensor) -> Tensor:
-        return torch.cumsum(x, 0)[-1:] - torch.cumsum(x.flip(0), 0)[-1:] + x[:1]
+        return functools.reduce(torch.add, x.unbind())  # torch.cumsum would sum in float64
 
     def backwards(x: Tensor) -> Tensor:
-        return torch.cumsum(x.flip(0), 0)[-1:] - torch.cumsum(x, 0)[-1:] + x[:1]
+        return forwards(x.flip(0))
 
-    assert harness.check(forwards, backwards, x).passed
+    one_rounding = torch.finfo(torch.float32).eps * float(backwards(x.double()))
+    found = harness.check(forwards, backwards, x)
+    (verdict,) = found.verdicts
+    assert verdict.max_abs_err is not None and verdict.err_budget is not None
+    assert verdict.max_abs_err > 32 * one_rounding
+    assert found.passed
+    assert not harness.check(lambda x: forwards(x) + 2 * verdict.err_budget, backwards, x).passed  # and no wider
 
 
 # Outputs
@@ -379,8 +393,16 @@ def test_the_message_says_what_where_and_how_much():
     assert len(table) == 1 + len(found.verdicts)
 
 
-def test_a_passing_assertion_gives_nothing():
-    harness.assert_equivalent(by_hand, F.scaled_dot_product_attention, tensors(*QKV))
+def test_the_assertion_passes_what_agrees_with_float64_and_nothing_else():
+    """In float32 the one agrees with torch in float64 to some eps, the other is off by a thousandth."""
+    inputs = tensors(*QKV)
+    golden = F.scaled_dot_product_attention(*(t.double() for t in inputs))
+    errors = [float((function(*inputs).double() - golden).abs().max()) for function in (by_hand, scale_off)]
+    floor = torch.finfo(torch.float32).eps * float(golden.abs().max())
+    assert errors[0] <= 8 * floor < 100 * floor < errors[1]
+    harness.assert_equivalent(by_hand, F.scaled_dot_product_attention, inputs)
+    with pytest.raises(AssertionError, match="mismatch: out"):
+        harness.assert_equivalent(scale_off, F.scaled_dot_product_attention, inputs)
 
 
 def test_a_candidate_that_writes_into_its_input_fails():

@@ -177,7 +177,9 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
 
 @given(st.text(), st.text())
 def test_any_text_gives_well_formed_xml(case_id: str, message: str) -> None:
-    junit(outcome(Finding(case_id, "status", message, True), cells=()))
+    root = junit(outcome(Finding(case_id, "status", message, True), cells=()))
+    assert root.get("failures") == "1"
+    assert len(list(root.iter("failure"))) == 1
 
 
 # ---- Markdown and JSON -----------------------------------------------------------------------------------------------
