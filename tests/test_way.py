@@ -9,7 +9,7 @@ from tests.support import ROOT
 
 # What a run also calls, beside the way: the parts that are measured, single checks, and what is no affair of a cell's.
 BESIDE = (
-    "kernels/", "variants/", "references/", "swaps/", "commands/", "report/",
+    "kernels/", "variants/", "references/", "swaps/", "commands/", "report/", "models/families/names.py",
     "cell/probe.py", "cell/relations.py", "cell/conduct.py", "cell/state.py",
     "store/files.py", "store/manifest.py", "workers/__init__.py", "workers/interrupts.py",
     "__init__.py", "__main__.py", "environment.py", "errors.py", "registry.py", "text.py",
@@ -61,8 +61,8 @@ def test_the_way_of_one_cell_is_the_one_that_is_listed(tmp_path):
     (tmp_path / "way.yaml").write_text(CONFIG)
     way = listed()
     assert len(way) == len(set(way)) <= 25
-    # In one process all but the worker's own file can be seen; through a worker, the parent's half. A record is data.
+    # In one process all but the worker's own file can be seen; through a worker, the parent's half.
     real = called("here", tmp_path) | called("local", tmp_path)
-    assert set(way) - real <= {"workers/worker.py", "record.py"}
+    assert set(way) - real == {"workers/worker.py"}
     strange = {file for file in real - set(way) if not file.startswith(BESIDE) and file.endswith(".py")}
     assert strange == set()

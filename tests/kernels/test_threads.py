@@ -1,5 +1,6 @@
 """Pieces of work over threads: each once, failures told, nothing left changed."""
 
+import sys
 import threading
 import time
 
