@@ -155,7 +155,8 @@ def test_a_badly_conditioned_problem_widens_its_own_budget():
     assert verdict.max_abs_err is not None and verdict.err_budget is not None
     assert verdict.max_abs_err > 32 * one_rounding
     assert found.passed
-    assert not harness.check(lambda x: forwards(x) + 2 * verdict.err_budget, backwards, x).passed  # and no wider
+    beyond = 2 * verdict.err_budget
+    assert not harness.check(lambda x: forwards(x) + beyond, backwards, x).passed  # and no wider
 
 
 # Outputs
@@ -396,7 +397,8 @@ def test_the_message_says_what_where_and_how_much():
 def test_the_assertion_passes_what_agrees_with_float64_and_nothing_else():
     """In float32 the one agrees with torch in float64 to some eps, the other is off by a thousandth."""
     inputs = tensors(*QKV)
-    golden = F.scaled_dot_product_attention(*(t.double() for t in inputs))
+    q, k, v = (t.double() for t in inputs)
+    golden = F.scaled_dot_product_attention(q, k, v)
     errors = [float((function(*inputs).double() - golden).abs().max()) for function in (by_hand, scale_off)]
     floor = torch.finfo(torch.float32).eps * float(golden.abs().max())
     assert errors[0] <= 8 * floor < 100 * floor < errors[1]

@@ -1,5 +1,6 @@
 """Pieces of work over threads: each once, failures told, nothing left changed."""
 
+import functools
 import sys
 import threading
 import time
@@ -40,13 +41,17 @@ def test_each_piece_is_done_once_by_several_threads():
     assert len(workers) == 2 and threading.get_ident() not in workers
 
 
+def take(done, room, pieces):
+    done.extend(pieces)
+
+
 def test_no_piece_is_lost_when_another_thread_meets_the_end():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that threads change places between any two steps
     try:
         for _ in range(3000):
             done: list[int] = []
-            spread(lambda room, pieces, done=done: done.extend(pieces), ROOMS, range(3))
+            spread(functools.partial(take, done), ROOMS, range(3))
             assert sorted(done) == [0, 1, 2]
     finally:
         sys.setswitchinterval(interval)
