@@ -45,7 +45,7 @@ def check(
     draws = draw(
         list(plain_and_jittered((reference, arguments), shake)),  # all before the first run, which draws cotangents
         reference=lambda drawn: runner.run(*drawn),
-        golden=lambda drawn: runner.run(_in_float64(drawn[0]), _double(drawn[1])),
+        golden=lambda drawn: runner.run(*_in_float64(*drawn)),
         dtype=dtype,
     )
     expected = draws.references[0]
@@ -98,12 +98,9 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _double(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.double() if _is_real(value) else value for key, value in values.items()}
-
-
-def _in_float64(function: Function) -> Function:
-    return copy.deepcopy(function).double() if isinstance(function, nn.Module) else function
+def _in_float64(function: Function, values: Mapping[str, Any]) -> Subject:
+    doubled = {key: value.double() if _is_real(value) else value for key, value in values.items()}
+    return copy.deepcopy(function).double() if isinstance(function, nn.Module) else function, doubled
 
 
 class _Runner:

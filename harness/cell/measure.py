@@ -24,6 +24,10 @@ from harness.record import Record
 from harness.suite.schema import Accuracy, Timing
 
 OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
+OF_THE_WORST = (  # columns that are the worst tensor's own
+    *("max_abs_err", "mean_abs_err", "max_rel_err", "max_ulp_err"),
+    *("ref_max_abs_err", "err_budget", "err_ratio"),
+)
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -110,13 +114,7 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
     worst = equivalence.worst
     gradients = [v.max_abs_err for v in equivalence.verdicts if v.tensor.startswith("grad ") and not v.is_aside]
     return {
-        "max_abs_err": worst.max_abs_err,
-        "mean_abs_err": worst.mean_abs_err,
-        "max_rel_err": worst.max_rel_err,
-        "max_ulp_err": worst.max_ulp_err,
-        "ref_max_abs_err": worst.ref_max_abs_err,
-        "err_budget": worst.err_budget,
-        "err_ratio": worst.err_ratio,
+        **{name: getattr(worst, name) for name in OF_THE_WORST},
         "worst_tensor": worst.tensor,
         "worst_regime": worst.regime,
         "grad_max_abs_err": max((e for e in gradients if e is not None), default=None),

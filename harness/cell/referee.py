@@ -89,9 +89,18 @@ class Referee:
         expected = self.expected(regime)
         if expected is None:
             return
-        c = self._run_candidate(pair, expected)
+        yield from self.judge_outputs(pair, expected, self.run_candidate(pair, expected))
+
+    def run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
+        """Everything that its phase compares, by name."""
+        with fast_path_off(), self._stopwatch.running():
+            return outputs(pair, pair.candidate, expected.inputs.candidate_x, expected.cotangent)
+
+    def judge_outputs(self, pair: Pair, expected: Expected, candidate: dict[str, Any]) -> Iterator[TensorVerdict]:
         with one_thread():
-            yield from _judge_all(pair, expected, c)
+            for name, tensor in candidate.items():
+                yardstick = expected.yardstick(name, source_of(pair, name))
+                yield yardstick.judge(name, tensor, regime=expected.inputs.regime)
 
     def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
         """Everything that is compared, one by one: who looks for the first failure alone may stop there.
@@ -115,10 +124,6 @@ class Referee:
     def _shadow(self) -> "ShadowReferee | None":
         return ShadowReferee(self) if self._pair.case.dtype in HALF else None
 
-    def _run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
-        with fast_path_off(), self._stopwatch.running():
-            return outputs(pair, pair.candidate, expected.inputs.candidate_x, expected.cotangent)
-
     def _inputs(self, regime: str) -> Inputs | None:
         return make_inputs(self._pair.case, regime, self._generator, poison=self._poison)
 
@@ -129,17 +134,13 @@ class Referee:
         xs = list(plain_and_jittered(inputs.x, self._jitter.tensor))
         cotangent = torch.randn(inputs.x.shape, generator=self._generator).to(inputs.x.dtype)
 
-        def run(drawn: tuple[tuple[Side, Side], Tensor]) -> dict[str, Any]:
-            (reference, _), x = drawn
-            return outputs(pair, reference, x, cotangent)
-
-        def run_golden(drawn: tuple[tuple[Side, Side], Tensor]) -> dict[str, Any]:
-            (_, golden), x = drawn
-            return outputs(pair, golden, x.double(), cotangent.double())
-
         with self._stopwatch.running():
-            subjects = zip(self._sides, xs, strict=True)
-            draws = draw(subjects, reference=run, golden=run_golden, dtype=self._jitter.dtype)
+            draws = draw(
+                [(reference, golden, x) for (reference, golden), x in zip(self._sides, xs, strict=True)],
+                reference=lambda drawn: outputs(pair, drawn[0], drawn[2], cotangent),
+                golden=lambda drawn: outputs(pair, drawn[1], drawn[2].double(), cotangent.double()),
+                dtype=self._jitter.dtype,
+            )
         return Expected(inputs, cotangent, draws)
 
 
@@ -160,22 +161,21 @@ class ShadowReferee(Referee):
         return self.judge(pair, self.regimes[0])
 
     def judge(self, pair: Pair, regime: str) -> Iterator[TensorVerdict]:
+        expected = self.expected(regime)
+        if expected is None:
+            return
         try:
-            verdicts = list(super().judge(pair, regime))
-        except _NoFloat32 as refusal:
-            reason = f"the kernel does not run in float32: {refusal}"
-            verdicts = [TensorVerdict("out", regime, "skipped", reason)]
-        yield from [replace(v, tensor=v.tensor + IN_FLOAT32, is_aside=True) for v in verdicts]
-
-    def _run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
-        try:
-            return super()._run_candidate(pair, expected)
-        except ContractBroken as failure:
-            if not isinstance(failure, WrongDtype):
-                raise
-            raise _NoFloat32(str(failure)) from failure
+            candidate = self.run_candidate(pair, expected)
         except Exception as failure:  # a kernel for half precision alone owes nothing here, however it says so
-            raise _NoFloat32(f"{type(failure).__name__}: {failure}") from failure
+            is_wrong_dtype = isinstance(failure, WrongDtype)
+            if isinstance(failure, ContractBroken) and not is_wrong_dtype:
+                raise
+            words = str(failure) if is_wrong_dtype else f"{type(failure).__name__}: {failure}"
+            reason = f"the kernel does not run in float32: {words}"
+            verdicts = [TensorVerdict("out", regime, "skipped", reason)]
+        else:
+            verdicts = list(self.judge_outputs(pair, expected, candidate))
+        yield from [replace(v, tensor=v.tensor + IN_FLOAT32, is_aside=True) for v in verdicts]
 
     def _inputs(self, regime: str) -> Inputs | None:
         expected = self._half.expected(regime)
@@ -185,10 +185,6 @@ class ShadowReferee(Referee):
         return replace(inputs, x=inputs.x.float(), candidate_x=inputs.candidate_x.float())
 
 
-class _NoFloat32(Exception):
-    """The candidate of a half-precision cell cannot be called in float32."""
-
-
 def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
     poison = float("nan") if pair.watch.kernel.shielded else None
     referee = Referee(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
@@ -196,12 +192,6 @@ def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: St
     if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
         raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
     return Equivalence(verdicts)
-
-
-def _judge_all(pair: Pair, expected: Expected, c: dict[str, Any]) -> Iterator[TensorVerdict]:
-    for name, candidate in c.items():
-        yardstick = expected.yardstick(name, source_of(pair, name))
-        yield yardstick.judge(name, candidate, regime=expected.inputs.regime)
 
 
 def source_of(pair: Pair, name: str) -> WeightSource:

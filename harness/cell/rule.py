@@ -9,7 +9,7 @@ Every test is written `value <= limit`, so that a NaN never passes.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,20 +121,20 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Some rows of a tensor: the noise floor's terms, and where (rows, width) nothing can be compared."""
+class Floor:
+    """The terms of the noise floor over some rows of a tensor, and the places (rows, width) that have none."""
 
     r: Term  # |R - G|: rows are the largest of any draw, the sum is the mean of the draws'
     jitter: Term
     size: Term  # |G|
-    not_finite: Tensor  # the golden
-    overflow: Tensor  # the reference
-    open_places: Tensor  # any of the two, or left open
+    not_finite: Tensor | None  # the golden: there the candidate must be the same
+    overflow: Tensor | None  # the reference
+    open_places: Tensor | None  # where nothing is compared: any of the two, or left open
 
     @classmethod
     def of(
         cls, references: list[Tensor], goldens: list[Tensor], left_open: Tensor | None, dtype: torch.dtype
-    ) -> "Chunk":
+    ) -> "Floor":
         """Of tensors in float64; `dtype` is the reference's own."""
         g = goldens[0]
         not_finite = ~g.isfinite()
@@ -167,6 +167,23 @@ class Chunk:
             open_places=open_places,
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence["Floor"]) -> "Floor":
+        """Of all rows; None for places of which there are none."""
+
+        def places(masks: list[Tensor | None]) -> Tensor | None:
+            given = [mask for mask in masks if mask is not None]
+            return torch.cat(given) if any(bool(mask.any()) for mask in given) else None
+
+        return cls(
+            r=Term.joined([part.r for part in parts]),
+            jitter=Term.joined([part.jitter for part in parts]),
+            size=Term.joined([part.size for part in parts]),
+            not_finite=places([part.not_finite for part in parts]),
+            overflow=places([part.overflow for part in parts]),
+            open_places=places([part.open_places for part in parts]),
+        )
+
 
 @dataclass(frozen=True)
 class Yardstick:
@@ -178,12 +195,7 @@ class Yardstick:
     shape: torch.Size
     dtype: torch.dtype
     golden: Tensor  # (rows, width), float64
-    r: Term
-    jitter: Term
-    size: Term
-    not_finite: Tensor | None  # of the golden: there the candidate must be the same
-    overflow: Tensor | None
-    open_places: Tensor | None  # where nothing is compared: not finite, left open, or the reference overflows
+    floor: Floor
     left_open: Tensor | None
     is_gradient: bool
     ref_max_abs_err: float
@@ -204,34 +216,25 @@ class Yardstick:
         r_rows, g_rows = ([t.detach().reshape(rows, width) for t in side] for side in (references, goldens))
         left_open = None if may_differ is None else may_differ.reshape(rows, width)
         step = max(1, CHUNK_ELEMENTS // max(width, 1))
-        chunks = [
-            Chunk.of(
-                [t[start : start + step].double() for t in r_rows],
-                [t[start : start + step].double() for t in g_rows],
-                None if left_open is None else left_open[start : start + step],
-                first.dtype,
-            )
-            for start in range(0, rows, step)
-        ]
-        measured = Term.joined([chunk.r for chunk in chunks])
-        jitter = Term.joined([chunk.jitter for chunk in chunks])
-        # Golden and reference made the same sums in the same order: how much the order matters does not show, and the
-        # conditioning stands for it.
-        hides_order = first.dtype == torch.float64 and measured.total == 0
-        return cls(
-            shape=first.shape,
-            dtype=first.dtype,
-            golden=g_rows[0].double(),
-            r=jitter if hides_order else measured,
-            jitter=jitter,
-            size=Term.joined([chunk.size for chunk in chunks]),
-            not_finite=_places([chunk.not_finite for chunk in chunks]),
-            overflow=_places([chunk.overflow for chunk in chunks]),
-            open_places=_places([chunk.open_places for chunk in chunks]),
-            left_open=left_open,
-            is_gradient=is_gradient,
-            ref_max_abs_err=float(measured.rows.max()) if rows else 0.0,
+        chunks = [slice(start, start + step) for start in range(0, rows, step)]
+        floor = Floor.joined(
+            [
+                Floor.of(
+                    [t[chunk].double() for t in r_rows],
+                    [t[chunk].double() for t in g_rows],
+                    None if left_open is None else left_open[chunk],
+                    first.dtype,
+                )
+                for chunk in chunks
+            ]
         )
+        ref_max_abs_err = float(floor.r.rows.max()) if rows else 0.0
+        if first.dtype == torch.float64 and floor.r.total == 0:
+            # Golden and reference made the same sums in the same order: how much the order matters does not show, and
+            # the conditioning stands for it.
+            floor = replace(floor, r=floor.jitter)
+        golden = g_rows[0].double()
+        return cls(first.shape, first.dtype, golden, floor, left_open, is_gradient, ref_max_abs_err)
 
     def judge(self, tensor: str, candidate: Any, *, regime: str = "plain") -> TensorVerdict:
         def mismatch(reason: str) -> TensorVerdict:
@@ -253,14 +256,15 @@ class Yardstick:
             return mismatch(f"{places} are NaN or infinite where the golden is finite, or finite where it is not")
 
         slack = self._slack()
-        r, jitter, size = self.r.rows, self.jitter.rows, self.size.rows
-        worst, floor = c_rows.max(), slack * (r.max() + jitter.max() + u * size.max())
+        terms = (self.floor.r, self.floor.jitter, self.floor.size)
+        r, jitter, size = (term.rows for term in terms)
+        worst, N = c_rows.max(), slack * (r.max() + jitter.max() + u * size.max())
         c, r, jitter, size = (_block_max(rows, self.shape) for rows in (c_rows, r, jitter, size))
         # Gradients cancel: a block whose true gradient is 0 still carries one rounding of the terms that cancelled.
         block_floor = slack * (r + jitter + u * (size.max() if self.is_gradient else size))
-        r_mean, jitter_mean, size_mean = (term.total / elements for term in (self.r, self.jitter, self.size))
+        r_mean, jitter_mean, size_mean = (term.total / elements for term in terms)
         mean_limit = MEAN_FACTOR * r_mean + jitter_mean + u * size_mean
-        ratio = float(ratio_to(worst, floor))
+        ratio = float(ratio_to(worst, N))
         block_ratio = float(ratio_to(c, block_floor).max())
         mean_ratio = float(ratio_to(*torch.tensor([c_sum / elements, mean_limit], dtype=torch.float64)))
         by_mean = elements >= MEAN_ELEMENTS and not self.is_gradient
@@ -268,7 +272,7 @@ class Yardstick:
         if status != "ok":
             mean = f"{mean_ratio if by_mean else 0.0:.3g} of its limit"
             reason = f"error is {ratio:.3g} N (worst block {block_ratio:.3g} N, mean {mean})"
-        overflows = 0 if self.overflow is None else int(self.overflow.sum())
+        overflows = 0 if self.floor.overflow is None else int(self.floor.overflow.sum())
         if status == "ok" and overflows:
             # An infinite noise floor would pass anything: the rest agrees, but the whole cannot be called equal.
             reason = f"the reference itself is not finite in {overflows} of {elements} elements"
@@ -283,7 +287,7 @@ class Yardstick:
             max_rel_err=max_rel_err,
             max_ulp_err=max_rel_err / u,
             ref_max_abs_err=self.ref_max_abs_err,
-            err_budget=OK_FACTOR * float(floor),
+            err_budget=OK_FACTOR * float(N),
             err_ratio=ratio,
             block_ratio=block_ratio,
             mean_ratio=mean_ratio,
@@ -298,7 +302,7 @@ class Yardstick:
         """
         if not self.is_gradient:
             return 1.0
-        return GRADIENT_FACTOR * (NOISE_FACTOR if bool(self.size.rows.max() <= self.r.rows.max()) else 1.0)
+        return GRADIENT_FACTOR * (NOISE_FACTOR if bool(self.floor.size.rows.max() <= self.floor.r.rows.max()) else 1.0)
 
     def _errors(self, candidate: Tensor) -> tuple[Tensor, float, float, int]:
         """|C - G|: its maximum over each row, its sum, its largest share of |G|; and how many are misplaced."""
@@ -309,11 +313,11 @@ class Yardstick:
             part = slice(start, start + step)
             c, g = candidate[part].double(), self.golden[part]
             error = (c - g).abs_()
-            if self.open_places is not None:
-                error.masked_fill_(self.open_places[part], 0.0)
+            if self.floor.open_places is not None:
+                error.masked_fill_(self.floor.open_places[part], 0.0)
             largest = error.amax(-1)
             # NaN or infinity where the golden is finite shows in the error; where it is not, the two must be the same.
-            if self.not_finite is not None or not bool(largest.isfinite().all()):
+            if self.floor.not_finite is not None or not bool(largest.isfinite().all()):
                 misplaced += self._misplaced(c, g, part)
             maxima.append(largest)
             total += float(error.sum())
@@ -323,15 +327,10 @@ class Yardstick:
 
     def _misplaced(self, c: Tensor, g: Tensor, part: slice) -> int:
         policy = torch.where(g.isfinite(), c.isfinite(), (c == g) | (c.isnan() & g.isnan()))
-        for excused in (self.overflow, self.left_open):
+        for excused in (self.floor.overflow, self.left_open):
             if excused is not None:
                 policy |= excused[part]
         return int((~policy).sum())
-
-
-def _places(parts: Sequence[Tensor]) -> Tensor | None:
-    """Of all chunks together; None where there are none."""
-    return torch.cat(list(parts)) if any(bool(part.any()) for part in parts) else None
 
 
 def conditioning(dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""A model in float64 that is float64 all through.
+"""The draws of a model: its forward pass as it is and jittered, each beside a golden that is float64 all through.
 
 Libraries ask for float32 by name inside norms, rotary embeddings and softmaxes. In a `.double()` copy of the model each
 of those rounds to float32, and the golden is no better than what it judges. While `true_double` is on, a request for
@@ -17,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered
 from harness.models.families.family import Batch
+
+T = TypeVar("T")
+Batches = Mapping[str, Batch]
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 REINTERPRET = frozenset({Tensor.view})  # `x.view(dtype)` asks for bits, not for precision
@@ -95,14 +98,6 @@ def true_double(dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(default)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The reference as it is and jittered, each followed by its float64 golden: what the acceptance rule is made of.
-
-
-T = TypeVar("T")
-Batches = Mapping[str, Batch]
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
