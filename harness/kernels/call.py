@@ -106,17 +106,31 @@ class AttentionCall:
     @property
     def hides(self) -> bool:
         """Whether some key may be invisible to some query."""
-        return self.mask is not None or self.causal or self.left is not None or self.right is not None
+        return self.mask is not None or self.is_slanted
+
+    @property
+    def is_slanted(self) -> bool:
+        """Whether what a query sees depends on its position."""
+        return self.causal or self.left is not None or self.right is not None
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """Keys left and right of a query's own position that it sees; None = unbounded."""
+        return self.left, 0 if self.causal else self.right
 
     @property
     def bias(self) -> Tensor | None:
         """The float mask, if there is one."""
         return self.mask if self.mask is not None and self.mask.is_floating_point() else None
 
+    def needs_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        leaves = (q, k, v, self.mask, self.sinks)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
+
     def allowed(self, q: Tensor, k: Tensor) -> Tensor | None:
         """Bool, broadcastable to (B, H, L, S), True = attends; None if nothing is hidden."""
         parts: list[Tensor] = []
-        if self.causal or self.left is not None or self.right is not None:
+        if self.is_slanted:
             i = torch.arange(q.shape[2], device=q.device)[:, None]  # (L, 1)
             if isinstance(self.q_start, Tensor):
                 i = i + self.q_start.to(q.device)[:, None, None, None]  # (B, 1, L, 1)
@@ -138,6 +152,11 @@ class AttentionCall:
         for part in parts[1:]:
             visible = visible & part
         return visible
+
+
+def four_dims(mask: Tensor) -> Tensor:
+    """What broadcasts to (B, H, L, S), with all four dimensions."""
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def one_dtype(*tensors: Tensor) -> list[Tensor]:

@@ -27,6 +27,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, 
         allowed = call.allowed(q, k)
         assert allowed is not None
         mask = plain(bias.float().masked_fill(~allowed, float("-inf")).expand(B, H, L, S))
+    left, right = call.reach
     starts = call.q_start if isinstance(call.q_start, Tensor) else tensor(call.q_start).expand(B)
     out = _graph()(
         plain(q),
@@ -34,8 +35,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, 
         plain(v),
         tensor(call.scale, dtype=torch.float32),
         plain(starts.to(q.device)),
-        tensor(ENDLESS if call.left is None else call.left),
-        tensor(0 if call.causal else ENDLESS if call.right is None else call.right),
+        tensor(ENDLESS if left is None else left),
+        tensor(ENDLESS if right is None else right),
         mask,
         None if call.softcap is None else tensor(call.softcap, dtype=torch.float32),
         H_kv < H,
@@ -48,8 +49,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, 
 
 
 def _refuse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
-    leaves = (q, k, v, call.mask, call.sinks)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
+    if call.needs_gradients(q, k, v):
         raise Unsupported("flex_attention has no backward pass on CPU")
     if q.dtype == torch.float64:
         raise Unsupported("flex_attention has no float64 on CPU")

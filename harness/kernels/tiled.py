@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.call import AttentionCall, Kernel, four_dims
 from harness.kernels.eager import eager, is_vectorised
 from harness.kernels.threads import spread
 from harness.kernels.tiles import Tile, Tiling, choose_tiling, part, tiles
@@ -51,9 +51,8 @@ def run_tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tili
     """`tiling` changes nothing but speed, memory and the last digit."""
     # The draws of all tiles follow from one draw of torch's generator.
     seed = int(torch.randint(2**62, ())) if call.dropout_p > 0 else None
-    leaves = (q, k, v, call.mask, call.sinks)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
-        return _Tiled.apply(*leaves, call, tiling, seed)  # type: ignore[no-untyped-call]
+    if call.needs_gradients(q, k, v):
+        return _Tiled.apply(q, k, v, call.mask, call.sinks, call, tiling, seed)  # type: ignore[no-untyped-call]
     return _forward(q, k, v, call, tiling, seed)
 
 
@@ -124,7 +123,7 @@ def _weigh(
     """Eager's lines, in place in the workspace. Only for code that autograd does not watch."""
     wide = torch.promote_types(q.dtype, torch.float32)
     G, D = q.shape[1] // k.shape[1], q.shape[3]
-    bias = None if call.bias is None else call.bias.reshape((1,) * (4 - call.bias.ndim) + call.bias.shape)
+    bias = None if call.bias is None else four_dims(call.bias)
     generator = None if seed is None else torch.Generator(q.device).manual_seed(seed)
 
     for tile in todo:
@@ -275,7 +274,7 @@ def _backward(
     dk, dv = _zeros(k, wide), _zeros(v, wide)
     dmask = _zeros(call.mask, wide) if wants_mask and call.mask is not None else None
     dsinks = _zeros(call.sinks, wide) if wants_sinks and call.sinks is not None else None
-    dbias = None if dmask is None else dmask.view((1,) * (4 - dmask.ndim) + dmask.shape)
+    dbias = None if dmask is None else four_dims(dmask)
 
     todo = tiles(q, k, call, tiling)
     for w in _weigh(q, k, v, call, _workspace(q, k, v, tiling), todo, seed=seed, for_gradients=True):

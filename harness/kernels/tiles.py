@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.kernels.call import AttentionCall
+from harness.kernels.call import AttentionCall, four_dims
 
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 DEFAULT_CACHE = 8 << 20  # bytes of last-level cache where the system does not tell: a laptop's
@@ -57,8 +57,7 @@ def choose_tiling(q: Tensor, k: Tensor, call: AttentionCall) -> Tiling:
         return Tiling(max(min(MOST_ROWS // G, L), 1), heads=1)
     row = G * max(S, 1) * max(q.element_size(), 4)  # bytes of one position's scores: half types are scored in float32
     budget = cache_bytes() // (SHARE * torch.get_num_threads())  # each thread has a tile of its own
-    slanted = call.causal or call.left is not None or call.right is not None
-    most = min(MOST_ROWS, max(L // STAIRS, LEAST_STEP)) if slanted else MOST_ROWS
+    most = min(MOST_ROWS, max(L // STAIRS, LEAST_STEP)) if call.is_slanted else MOST_ROWS
     rows = max(min(budget // row, most // G, L), LEAST_ROWS // G, 1)
     return Tiling(rows, heads=max(min(TILE_ROWS // (rows * G), budget // (rows * row), H_kv), 1))
 
@@ -87,7 +86,7 @@ def tiles(q: Tensor, k: Tensor, call: AttentionCall, tiling: Tiling) -> Iterator
     """All of the problem, in an order that depends on shapes alone."""
     (B, H, L, _), H_kv = q.shape, k.shape[1]
     G = H // H_kv
-    mask = None if call.mask is None else call.mask.reshape((1,) * (4 - call.mask.ndim) + call.mask.shape)
+    mask = None if call.mask is None else four_dims(call.mask)
     # Head after head, so that its keys stay in cache; but a mask that all heads share is looked at once for all.
     together = H_kv if mask is not None and mask.shape[1] == 1 else tiling.heads
     for b in range(B):
@@ -126,8 +125,7 @@ class _Sight:
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.start = int(call.q_start[b]) if isinstance(call.q_start, Tensor) else call.q_start
         # The query at position p sees the keys from p - left to p + right, of which causal is one case.
-        self.left = call.left
-        self.right = 0 if call.causal else call.right
+        self.left, self.right = call.reach
         self.zones: dict[tuple[int, int, int], Zone] = {}  # along a diagonal all zones are alike
 
     def by_position(self, rows: slice) -> Seen:

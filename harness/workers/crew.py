@@ -3,7 +3,7 @@
 import logging
 import selectors
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness import store
@@ -62,7 +62,7 @@ class Crew:
     def staff(self, tasks: int) -> None:
         """As many workers as there are tasks, up to the crew's size."""
         for worker in [worker for worker in self.idle if not worker.is_alive]:
-            self._dismiss(worker)
+            self.retire(worker)
         while len(self.workers()) < min(self.size, tasks):
             self._code = self._code or store.code_sha256()
             worker = Worker(self.allowed)
@@ -73,7 +73,7 @@ class Crew:
     def give(self, worker: Worker, task: Task) -> bool:
         """False: the worker was dead already, and the task has not begun."""
         if not worker.ask(task.message):
-            self._dismiss(worker)
+            self.retire(worker)
             return False
         self.idle.remove(worker)
         self.busy[worker] = task
@@ -106,14 +106,11 @@ class Crew:
 
     def kill(self, *, idle: bool) -> None:
         for worker in [*self.starting, *self.busy, *(self.idle if idle else ())]:
-            self._dismiss(worker)
+            self.retire(worker)
 
     def strike(self) -> None:
         for worker in self.workers():
             worker.strike()
-
-    def retire(self, worker: Worker) -> None:
-        self._dismiss(worker)
 
     def _hear(self, worker: Worker) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -140,7 +137,7 @@ class Crew:
         self.idle.append(worker)
         if left := message.get("left"):
             log.info("worker %d ends, because %s could not be put back", worker.pid, " and ".join(left))
-            self._dismiss(worker)
+            self.retire(worker)
         return [outcome]
 
     def _welcome(self, worker: Worker, message: dict[str, Any]) -> None:
@@ -179,8 +176,8 @@ class Crew:
 
     def _fail(self, worker: Worker, status: str, reason: str) -> list[Outcome]:
         was_starting = worker in self.starting
-        outcome = self._outcome(worker, status=status, reason=reason) if worker in self.busy else None
-        self._dismiss(worker)
+        outcome = self._outcome(worker, status=status) if worker in self.busy else None
+        self.retire(worker)
         words = worker.last_words()
         said = f"; last words: {words}" if words else ""
         if was_starting:
@@ -188,14 +185,13 @@ class Crew:
             log.warning("a worker could not start: %s%s", reason, said)
             if self._failed_starts >= MOST_FAILED_STARTS:
                 raise CannotStart(f"no worker process can start: {reason}{said}")
-        if outcome is None:
-            return []
-        return [Outcome(outcome.task, outcome.was_fresh, outcome.seconds, status=status, reason=f"{reason}{said}")]
+        return [] if outcome is None else [replace(outcome, reason=f"{reason}{said}")]
 
     def _outcome(self, worker: Worker, **what: Any) -> Outcome:
         return Outcome(self.busy[worker], worker.served == 1, time.monotonic() - worker.asked, **what)
 
-    def _dismiss(self, worker: Worker) -> None:
+    def retire(self, worker: Worker) -> None:
+        """Whatever it does: it is ended, and no longer one of the crew."""
         for handle in (worker.messages, worker.output):
             if handle in self._selector.get_map():
                 self._selector.unregister(handle)

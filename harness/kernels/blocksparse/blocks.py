@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.kernels.call import AttentionCall
+from harness.kernels.call import AttentionCall, four_dims
 from harness.kernels.tiles import TILE_ROWS
 
 QUERIES, KEYS = 128, 64  # SpargeAttn's
@@ -30,11 +30,6 @@ class Blocks:
 SPARGE_BLOCKS = Blocks()
 
 
-def reach(call: AttentionCall) -> tuple[int | None, int | None]:
-    """Keys left and right of a query's own position that it sees; None = unbounded."""
-    return call.left, 0 if call.causal else call.right
-
-
 def row_sight(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks) -> Tensor:
     """Bool, broadcastable to (B, H, L, NK): does this query see some key of this block?"""
     L, S = q.shape[2], k.shape[2]
@@ -42,7 +37,7 @@ def row_sight(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks) -> Tens
     if call.mask is not None:
         allowed = call.allowed(q, k)
         assert allowed is not None
-        allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
+        allowed = four_dims(allowed)
         allowed = allowed.expand(*allowed.shape[:2], L, S)
         padded = torch.nn.functional.pad(allowed, (0, NK * blocks.keys - S))
         return padded.unflatten(-1, (NK, blocks.keys)).any(-1)
@@ -91,7 +86,7 @@ def _within_reach(
     left_of: Tensor, right_of: Tensor, q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks
 ) -> Tensor:
     """(B or 1, 1, N, NK): blocks that lie not wholly left of the reach of the one query, nor right of the other's."""
-    left, right = reach(call)
+    left, right = call.reach
     first = torch.arange(0, k.shape[2], blocks.keys, device=q.device)  # (NK,)
     sees = torch.ones(1, 1, left_of.shape[0], first.shape[0], dtype=torch.bool, device=q.device)
     if left is None and right is None:

@@ -25,9 +25,8 @@ from harness.kernels.blocksparse.blocks import (
     batches,
     block_sight,
     is_contiguous,
-    reach,
 )
-from harness.kernels.call import AttentionCall, BlockCount, Unsupported
+from harness.kernels.call import AttentionCall, BlockCount, Unsupported, four_dims
 from harness.kernels.eager import eager, is_vectorised
 from harness.kernels.threads import alone, spread
 from harness.kernels.tiled import LOG2_E
@@ -57,7 +56,7 @@ def block_sparse(
     sight = block_sight(q, k, call, blocks).expand(B, H, NQ, NK)
     keep = keep.expand(B, H, NQ, NK) & sight
     threads = torch.get_num_threads() if q.device.type == "cpu" else 1
-    work, todo = alone(lambda: _prepare(q, k, v, call, keep, blocks, pv, threads))
+    work, todo = alone(lambda: _prepare(q, k, v, call, keep, blocks=blocks, pv=pv, threads=threads))
     out = work.out
     if todo and out.numel():
         rooms = [work.room(todo) for _ in range(min(threads, len(todo)))]
@@ -78,8 +77,7 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
         raise Unsupported("block-sparse attention gives no attention weights")
     if call.dropout_p > 0:
         raise Unsupported("block-sparse attention is for inference: no dropout")
-    leaves = (q, k, v, call.mask, call.sinks)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
+    if call.needs_gradients(q, k, v):
         raise Unsupported("block-sparse attention is for inference: no gradients (use torch.no_grad())")
     if q.is_meta or torch.compiler.is_compiling() or is_vectorised():
         raise Unsupported("block-sparse attention chooses by values: no meta tensors, torch.compile or torch.func")
@@ -99,24 +97,6 @@ def _by_eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, keep: Tensor
     return eager(q, k, v, dataclasses.replace(call, mask=mask))[0]
 
 
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: AttentionCall,
-    keep: Tensor,
-    blocks: Blocks,
-    pv: float | None,
-    threads: int,
-) -> tuple["_Work", list[QueryBatch]]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    budget = cache_bytes() // (SHARE * threads * wide.itemsize)
-    todo = batches(keep, kv_heads=k.shape[1], L=q.shape[2], blocks=blocks, budget=budget)
-    is_full = sum(len(batch.pieces) for batch in todo) == keep.shape[:3].numel()
-    out = (q.new_empty if is_full else q.new_zeros)(*q.shape[:3], v.shape[3])
-    return _Work.of(q, k, v, call, out, blocks, pv), todo
-
-
 @dataclass(frozen=True, slots=True)
 class _Work:
     """All that the batches of one call share."""
@@ -134,25 +114,6 @@ class _Work:
     ceilings: dict["_Edge", Tensor] = field(default_factory=dict)  # made once for all that hide alike
     pv_skipped: list[int] = field(default_factory=list)  # of each batch: appending needs no lock
 
-    @staticmethod
-    def of(
-        q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor, blocks: Blocks, pv: float | None
-    ) -> "_Work":
-        wide = torch.promote_types(q.dtype, torch.float32)
-        S, NK = k.shape[2], blocks.counts(q, k)[1]
-        short = NK * blocks.keys - S
-
-        def cut(t: Tensor) -> Tensor:
-            """At most one pass over the keys, so that each block lies in one piece: nothing beside the products."""
-            t = t.detach().to(wide)
-            return (F.pad(t, (0, 0, 0, short)) if short else t).reshape(-1, blocks.keys, t.shape[3])
-
-        mask = call.mask
-        if mask is not None:
-            mask = mask.detach().reshape((1,) * (4 - mask.ndim) + mask.shape)
-            mask = F.pad(mask.expand(*mask.shape[:3], S), (0, short)).unflatten(3, (NK, blocks.keys))
-        return _Work(q.detach(), cut(k), cut(v), out, call, mask, S, NK, blocks, pv)
-
     def room(self, todo: Sequence[QueryBatch]) -> Tensor:
         """For the gathered keys, then values, the scores and the output of one batch."""
         D, D_v, width = self.k.shape[2], self.v.shape[2], self.blocks.keys
@@ -162,6 +123,38 @@ class _Work:
             return len(batch.sources) * keys * max(D, D_v) + rows * (keys + D_v)
 
         return self.k.new_empty(max(map(size, todo)))
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    keep: Tensor,
+    *,
+    blocks: Blocks,
+    pv: float | None,
+    threads: int,
+) -> tuple[_Work, list[QueryBatch]]:
+    """What the batches of the call share, and the batches."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    S, NK = k.shape[2], keep.shape[3]
+    budget = cache_bytes() // (SHARE * threads * wide.itemsize)
+    todo = batches(keep, kv_heads=k.shape[1], L=q.shape[2], blocks=blocks, budget=budget)
+    is_full = sum(len(batch.pieces) for batch in todo) == keep.shape[:3].numel()
+    out = (q.new_empty if is_full else q.new_zeros)(*q.shape[:3], v.shape[3])
+    short = NK * blocks.keys - S
+
+    def cut(t: Tensor) -> Tensor:
+        """At most one pass over the keys, so that each block lies in one piece: nothing beside the products."""
+        t = t.detach().to(wide)
+        return (F.pad(t, (0, 0, 0, short)) if short else t).reshape(-1, blocks.keys, t.shape[3])
+
+    mask = call.mask
+    if mask is not None:
+        mask = four_dims(mask.detach())
+        mask = F.pad(mask.expand(*mask.shape[:3], S), (0, short)).unflatten(3, (NK, blocks.keys))
+    return _Work(q.detach(), cut(k), cut(v), out, call, mask, S, NK, blocks, pv), todo
 
 
 def _fill(work: _Work, room: Tensor, todo: Iterator[QueryBatch]) -> None:
@@ -285,7 +278,7 @@ class _Edge(NamedTuple):
 
 def _edges(work: _Work, piece: Piece) -> Iterator[tuple[int, _Edge]]:
     """Stretches of kept blocks with keys that some query must not see: each with the number of its first block."""
-    start, (left, right), width = work.call.q_start, reach(work.call), work.blocks.keys
+    start, (left, right), width = work.call.q_start, work.call.reach, work.blocks.keys
     top = piece.rows.start + (int(start[piece.b]) if isinstance(start, Tensor) else start)
     length, kept = piece.rows.stop - piece.rows.start, piece.kept
     # Blocks before `low` and from `high` on are not seen whole; the others are.
@@ -304,7 +297,7 @@ def _edges(work: _Work, piece: Piece) -> Iterator[tuple[int, _Edge]]:
 def _ceiling(work: _Work, edge: _Edge) -> Tensor:
     """-inf where hidden by position, else inf: a minimum takes an eighth of the time of a masked_fill."""
     if edge not in work.ceilings:
-        left, right = reach(work.call)
+        left, right = work.call.reach
         i = torch.arange(edge.queries, device=work.out.device)[:, None]  # (rows, 1)
         end = edge.position + edge.blocks * work.blocks.keys
         j = torch.arange(edge.position, end, device=work.out.device)  # (keys,)

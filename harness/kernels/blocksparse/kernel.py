@@ -165,8 +165,7 @@ def diagonal(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks, *, margi
     """
     if margin is None:
         by_query = call.mask is not None and call.mask.ndim >= 2 and call.mask.shape[-2] > 1
-        by_position = call.causal or call.left is not None or call.right is not None
-        if not (by_position or by_query or q.shape[2] == 1):
+        if not (call.is_slanted or by_query or q.shape[2] == 1):
             return torch.zeros((1, 1, *blocks.counts(q, k)), dtype=torch.bool, device=q.device)
         margin = 0
     near = AttentionCall(scale=1.0, q_start=call.q_start, left=margin, right=margin)

@@ -5,7 +5,7 @@ from typing import Any
 
 from harness.case import Case
 from harness.variants.specs import MATMUL, VARIANTS, VariantSpec, resolve_head_dim
-from harness.variants.specs.grouped import grouped_flops, grouped_params
+from harness.variants.specs.grouped import grouped_case_params, grouped_flops
 from harness.variants.specs.latent import latent_case_params, latent_flops, resolve_latent
 
 FEEDFORWARD_FACTOR = 4
@@ -19,22 +19,6 @@ def _rest_params(case: Case) -> int:
 def _rest_flops(case: Case) -> int:
     forward = case.batch * case.seq_len * MATMUL * 2 * case.embed_dim * FEEDFORWARD_FACTOR * case.embed_dim
     return 3 * forward if case.phase == "train" else forward
-
-
-def _mha_params(case: Case) -> int:
-    return _rest_params(case) + grouped_params(case.embed_dim, case.heads, case.heads, case.head_dim, bias=case.bias)
-
-
-def _mla_params(case: Case) -> int:
-    return _rest_params(case) + latent_case_params(case)
-
-
-def _mha_flops(case: Case) -> int:
-    return _rest_flops(case) + grouped_flops(case)
-
-
-def _mla_flops(case: Case) -> int:
-    return _rest_flops(case) + latent_flops(case)
 
 
 def _resolve_mha(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,9 +38,9 @@ for _name, _title in (
             axes=frozenset(),
             phases=("prefill", "train"),
             resolve=_resolve_mha,
-            params=_mha_params,
+            params=lambda case: _rest_params(case) + grouped_case_params(case),
             kv_elements_per_token=None,
-            flops=_mha_flops,
+            flops=lambda case: _rest_flops(case) + grouped_flops(case),
             reference=lambda _: "torch_encoder_layer",
         ),
     )
@@ -69,9 +53,9 @@ VARIANTS.add(
         axes=frozenset({"q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"}),
         phases=("prefill", "train"),
         resolve=resolve_latent,
-        params=_mla_params,
+        params=lambda case: _rest_params(case) + latent_case_params(case),
         kv_elements_per_token=None,
-        flops=_mla_flops,
+        flops=lambda case: _rest_flops(case) + latent_flops(case),
         reference=lambda _: "mla_block",
         swap_options={"mode": "naive"},
     ),

@@ -26,7 +26,7 @@ def grouped_flops(case: Case) -> int:
     return 3 * forward if case.phase == "train" else forward
 
 
-def _params(case: Case) -> int:
+def grouped_case_params(case: Case) -> int:
     assert case.kv_heads is not None
     return grouped_params(case.embed_dim, case.heads, case.kv_heads, case.head_dim, bias=case.bias)
 
@@ -73,7 +73,7 @@ for _name, _title, _axes, _resolve in (
             axes=_axes,
             phases=PHASES,
             resolve=_resolve,
-            params=_params,
+            params=grouped_case_params,
             kv_elements_per_token=_kv_elements,
             flops=grouped_flops,
             reference=_reference,
