@@ -13,9 +13,7 @@ from harness.case import Case
 from harness.cell.approximate import Metrics
 from harness.cell.measure import measure
 from harness.cell.regimes import make_inputs, video_positions
-from harness.kernels.blocksparse import blocks as sight
-from harness.kernels.blocksparse import engine
-from harness.kernels.call import Kernel
+from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import find_kernel
 from harness.record import COLUMNS, Record
 from harness.report.sparsity import LEGEND, legend, sparsity_table
@@ -152,8 +150,7 @@ def test_right_kernels_are_right_in_what_they_keep(kernel, axes):
 
 
 def sees_a_key_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = sight.reach
-    monkeypatch.setattr(engine, "reach", lambda call: (own(call)[0], 1 if call.causal else own(call)[1]))
+    monkeypatch.setattr(AttentionCall, "reach", property(lambda call: (call.left, 1 if call.causal else call.right)))
 
 
 def test_an_engine_that_sees_the_future_is_caught_in_every_regime(monkeypatch):
