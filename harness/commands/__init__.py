@@ -1,14 +1,13 @@
-"""One file a command, found by its name: `arguments` adds its options, `execute` does it and gives the exit code."""
+"""One file a command, found by its name: `arguments` adds its options, `execute` does it and gives the exit code.
+
+The functions here are types of command-line arguments; each says the rule that its text broke.
+"""
 
 import argparse
 import pkgutil
 from typing import Any
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Types of command-line arguments; each says the rule that its text broke.
 
 
 def override(text: str) -> tuple[str, Any]:
