@@ -30,7 +30,7 @@ def shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def positive(text: str) -> int:
+def positive(text: str, rule: str = "a positive number of processes") -> int:
     if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive number of processes")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {rule}")
     return int(text)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from harness.advise import memory as amounts
 from harness.case import DTYPES
+from harness.commands import positive
 from harness.errors import EQUAL, NOT_EQUAL, BadInput
 from harness.text import terminal
 
@@ -131,9 +132,7 @@ def _measured(demand: "Requirement", *, quiet: bool) -> "Roofline":
 
 
 def whole(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
+    return positive(text, "a whole number of at least 1")
 
 
 def window(text: str) -> int:
