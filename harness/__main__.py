@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         one.add_argument("--quiet", action="store_true", help="no progress, no summary, errors only")
         one.add_argument("--verbose", action="store_true", help=getattr(command, "VERBOSE", "log every case"))
-        command.arguments(one)
+        getattr(command, "arguments", lambda parser: None)(one)
         one.set_defaults(execute=command.execute)
     return parser
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,6 +28,8 @@ Report = Callable[[int, str], None]  # how many are done, and what runs now
 
 
 def is_absent(value: Any) -> bool:
+    import pandas as pd  # not at the top: `harness --help` must not wait for it
+
     return value is None or bool(pd.isna(value))
 
 

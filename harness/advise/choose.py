@@ -11,7 +11,8 @@ from harness.advise.work import DecodeStep, Figure, decode_step
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """`step` is a decode step of one layer here; None where the machine was not measured."""
+    """`step`: seconds that a decode step of one layer takes here, for one new token of each sequence; None where the
+    machine was not measured."""
 
     candidate: Candidate
     footprint: Footprint
@@ -35,16 +36,11 @@ def advise(demand: Requirement, roofline: Roofline | None = None) -> Advice:
     """On the front is what nothing else beats on every cost. Chosen is the model's own variant if it fits and is on the
     front; else, of what fits, the one with most key/value heads, what is faster beyond the error, the smallest."""
     options = [
-        Alternative(one, footprint(one, demand), None if roofline is None else predict(one, demand, roofline))
+        Alternative(one, footprint(one, demand), None if roofline is None else roofline.seconds(step_of(one, demand)))
         for one in candidates(demand.model, demand.dtype)
     ]
     marked = tuple(replace(one, pareto=not any(dominates(other, one) for other in options)) for one in options)
     return Advice(demand, marked, _choose(marked))
-
-
-def predict(candidate: Candidate, demand: Requirement, roofline: Roofline) -> Figure:
-    """Seconds that a decode step of one layer takes here, for one new token of each sequence."""
-    return roofline.seconds(step_of(candidate, demand))
 
 
 def step_of(candidate: Candidate, demand: Requirement) -> DecodeStep:

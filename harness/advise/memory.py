@@ -3,6 +3,7 @@
 The first half reads amounts as people write them: 24GiB, 128k, 1M, 8e9.
 """
 
+import argparse
 import re
 from dataclasses import dataclass
 
@@ -19,8 +20,6 @@ NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+]?[0-9]+)?)\s*([a-zA-Z]*)\s*"
 
 def memory_size(text: str) -> int:
     """GiB counts by 1024, GB by 1000, a bare number is bytes."""
-    import argparse
-
     amount = _scaled(text, BYTES, "must be an amount of memory, as in 24GiB, 80GB or 8e9")
     if amount < 2**20 and text.strip().isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: must be more than a few bytes; is {text.strip()}GiB meant?")
@@ -38,8 +37,6 @@ def parameters(text: str) -> int:
 
 
 def _scaled(text: str, units: dict[str, int], rule: str) -> int:
-    import argparse
-
     match = re.fullmatch(NUMBER, text)
     amount = 0
     if match and match[2].lower() in units and len(match[1]) < 40:

@@ -1,6 +1,6 @@
 """One file a command, found by its name: `arguments` adds its options, `execute` does it and gives the exit code.
 
-Here are the types of arguments that several commands have; each says the rule that its text broke.
+The functions here are types of command-line arguments; each says the rule that its text broke.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def positive(text: str) -> int:
+def positive(text: str, rule: str = "a positive number of processes") -> int:
     if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive number of processes")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {rule}")
     return int(text)

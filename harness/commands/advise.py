@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from harness.advise import memory as amounts
 from harness.case import DTYPES
+from harness.commands import positive
 from harness.errors import EQUAL, NOT_EQUAL, BadInput
 from harness.text import terminal
 
@@ -74,22 +75,16 @@ def execute(options: argparse.Namespace) -> int:
 def demand_of(options: argparse.Namespace) -> "Requirement":
     import psutil
 
+    from harness.advise.candidates import candidates, own_attention_params
     from harness.advise.memory import Requirement
 
     memory = options.memory if options.memory is not None else psutil.virtual_memory().total
     model = _model(options)
-    _check_params(model)
-    return Requirement(model, options.context, options.batch, options.dtype, memory)
-
-
-def _check_params(model: "Model") -> None:
-    from harness.advise.candidates import candidates, own_attention_params
-
     own = own_attention_params(model) if model.existing else None
-    a_layer = own or min(one.attention_params for one in candidates(model, "float32"))
-    least = model.layers * a_layer
+    least = model.layers * (own or min(one.attention_params for one in candidates(model, "float32")))
     if model.params is not None and model.params < least:
         raise BadInput(f"--params = {model.params}: must be at least {least}, what the attention alone has")
+    return Requirement(model, options.context, options.batch, options.dtype, memory)
 
 
 def _model(options: argparse.Namespace) -> "Model":
@@ -137,9 +132,7 @@ def _measured(demand: "Requirement", *, quiet: bool) -> "Roofline":
 
 
 def whole(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
+    return positive(text, "a whole number of at least 1")
 
 
 def window(text: str) -> int:

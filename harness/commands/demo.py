@@ -7,10 +7,6 @@ from harness.errors import EQUAL, NOT_EQUAL
 HELP = "swap the attention of a small model and prove that it is the same"
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    pass
-
-
 def execute(options: argparse.Namespace) -> int:
     import logging
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import EQUAL, INTERRUPTED, NOT_EQUAL, TERMINATED
+from harness.errors import EQUAL, INTERRUPTED, NOT_EQUAL, TERMINATED, BadInput
 from harness.text import terminal
 
 if TYPE_CHECKING:
@@ -49,13 +49,7 @@ examples:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder",
-        metavar="DIR",
-        type=Path,
-        nargs="?",
-        help="the run (default: results/latest)",
-    )
+    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help="the run (default: results/latest)")
     parser.add_argument(
         "--baseline", metavar="DIR", type=Path, default=Path("results/baseline"), help="default: results/baseline"
     )
@@ -93,8 +87,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    from harness.errors import BadInput
-
     wants_timing = options.base is not None or options.base_dir is not None
     if not wants_timing and (options.timing_only or options.cells or options.kernel or options.seed is not None):
         raise BadInput("--timing-only, --cells, --kernel and --seed are about timing: add --base REV or --base-dir DIR")
@@ -106,7 +98,12 @@ def execute(options: argparse.Namespace) -> int:
     if not options.min_effect < options.must_see:
         raise BadInput(f"--must-see ({options.must_see:.2%}) must be more than --min-effect ({options.min_effect:.2%})")
     if options.accept:
-        return _accept(options)
+        from harness.gate.baseline import accept
+
+        difference = accept(options.folder, options.baseline)
+        if not options.quiet:
+            print(difference)
+        return EQUAL
     try:
         outcome = _judge(options, wants_timing=wants_timing)
     except KeyboardInterrupt as stop:
@@ -117,15 +114,6 @@ def execute(options: argparse.Namespace) -> int:
         print(f"harness: {how}; the gate is not finished: times are not judged", file=sys.stderr)
         return TERMINATED if terminated else INTERRUPTED
     return EQUAL if outcome.passed else NOT_EQUAL
-
-
-def _accept(options: argparse.Namespace) -> int:
-    from harness.gate.baseline import accept
-
-    difference = accept(options.folder, options.baseline)
-    if not options.quiet:
-        print(difference)
-    return EQUAL
 
 
 def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "GateOutcome":
@@ -170,6 +158,7 @@ def _time(options: argparse.Namespace, cells: "ChosenCells", outcome: "GateOutco
     """The outcome of the exact part with what timing says of the chosen cells."""
     from rich.console import Console
 
+    from harness.gate.baseline import read_baseline
     from harness.gate.cells import choose
     from harness.gate.findings import TimingSettings
     from harness.gate.timing import judge_times
@@ -191,8 +180,9 @@ def _time(options: argparse.Namespace, cells: "ChosenCells", outcome: "GateOutco
         if options.base_dir is not None:
             base = folder_version(options.base_dir)
         else:
-            if not options.base and options.timing_only is not None:  # else the exact part has said so
-                _warn_of_baseline(cells.suite, options.baseline)
+            unsaid = not options.base and options.timing_only is not None  # else the exact part has said so
+            if unsaid and (warning := read_baseline(cells.suite, options.baseline)[1].warning):
+                print(f"harness: {warning}", file=sys.stderr)
             revision = options.base or baseline_commit(cells.suite, options.baseline)
             base = stack.enter_context(checked_out(revision, head.root))
         report = stack.enter_context(progress(len(cells.cases), Console(stderr=True, quiet=options.quiet)))
@@ -209,14 +199,6 @@ def _time(options: argparse.Namespace, cells: "ChosenCells", outcome: "GateOutco
         settings=settings,
         left_out=tuple(f"{plural(number, 'cell', 'cells')} {why}" for number, why in left_out if number),
     )
-
-
-def _warn_of_baseline(suite: str, folder: Path) -> None:
-    from harness.gate.baseline import read_baseline
-
-    warning = read_baseline(suite, folder)[1].warning
-    if warning:
-        print(f"harness: {warning}", file=sys.stderr)
 
 
 def _percent(text: str) -> float:

@@ -8,10 +8,6 @@ from harness.text import terminal
 HELP = "variants, masks, kernels, phases, dtypes, regimes"
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    pass
-
-
 def execute(options: argparse.Namespace) -> int:
     from harness.report.plan import print_names
 

@@ -55,12 +55,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     from harness.report import rebuild
+    from harness.report.page import read_run
     from harness.report.terminal import print_summary
-    from harness.store.reading import refuse_twice
+    from harness.store.reading import labels, refuse_twice
 
     refuse_twice(options.folders)
     frames = [rebuild(folder) for folder in options.folders]
-    runs = _runs(options)
+    runs = [
+        # A study belongs to no run: one table of it is enough.
+        read_run(folder, label=label, baseline=options.baseline, sensitivity=None if number else options.sensitivity)
+        for number, (folder, label) in enumerate(zip(options.folders, labels(options.folders), strict=True))
+    ]
     formats = list(dict.fromkeys(options.format or _default_formats()))
     # A single run's own tables and summary are written already, by `rebuild`.
     own = ("md", "csv") if options.out is None and len(runs) == 1 else ()
@@ -84,29 +89,10 @@ def _default_formats() -> list[str]:
     return ["html"]
 
 
-def _runs(options: argparse.Namespace) -> "list[StoredRun]":
-    from harness.report.page import read_run
-    from harness.store.reading import labels
-
-    return [
-        read_run(
-            folder,
-            label=label,
-            baseline=options.baseline,
-            # A study belongs to no run: one table of it is enough.
-            sensitivity=options.sensitivity if folder == options.folders[0] else None,
-        )
-        for folder, label in zip(options.folders, labels(options.folders), strict=True)
-    ]
-
-
 def _target(options: argparse.Namespace, formats: Sequence[str], wanted: str) -> Path:
-    name = FILES[wanted]
     if options.out is None:
-        return (options.folders[0] if len(options.folders) == 1 else Path()) / name
-    if len(formats) == 1 and not options.out.is_dir():
-        return Path(options.out)
-    return Path(options.out) / name
+        return (options.folders[0] if len(options.folders) == 1 else Path()) / FILES[wanted]
+    return Path(options.out) if len(formats) == 1 and not options.out.is_dir() else options.out / FILES[wanted]
 
 
 def _write(wanted: str, runs: "Sequence[StoredRun]", path: Path) -> Path:

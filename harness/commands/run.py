@@ -59,9 +59,12 @@ def execute(options: argparse.Namespace) -> int:
     if options.dry_run or options.explain:
         return _show_plan(options)
 
+    import psutil
+
     from harness.report.show import finish
     from harness.runner import Interrupted, run
 
+    created: float = psutil.Process().create_time()
     try:
         frame = run(
             options.config,
@@ -74,7 +77,8 @@ def execute(options: argparse.Namespace) -> int:
             executor=options.executor,
             jobs=options.jobs,
             quiet=options.quiet,
-            started=_process_start(),
+            # The wall time of a run includes the interpreter's start and torch's import.
+            started=min(created, time.time()),
             command=command_line(options),
         )
     except Interrupted as interrupted:
@@ -116,11 +120,3 @@ def command_line(options: argparse.Namespace) -> list[str]:
     if options.jobs != 1:
         words += ["--jobs", str(options.jobs)]
     return [*words, *(flag for flag in ("--strict", "--quiet", "--verbose") if getattr(options, flag[2:]))]
-
-
-def _process_start() -> float:
-    """The wall time of a run includes the interpreter's start and torch's import."""
-    import psutil
-
-    created: float = psutil.Process().create_time()
-    return min(created, time.time())

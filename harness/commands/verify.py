@@ -2,19 +2,17 @@
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness import environment, store
 from harness.commands import override
 from harness.errors import EQUAL, NOT_EQUAL, BadInput
 from harness.models.families.names import family_names
 from harness.text import terminal
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from harness.environment import Environment
     from harness.models.verify.result import Verification
 
 MARKDOWN, TABLE, LAYERS = "verify.md", "verify.csv", "layers.csv"
@@ -109,47 +107,28 @@ def execute(options: argparse.Namespace) -> int:
     stay_offline(quiet=options.quiet)
     from harness.models.families.family import all_families
 
-    console = terminal()
-    console.quiet = options.quiet
-    found = verify_all(
-        all_families() if options.all else [options.target],
-        kernel=options.kernel or "eager",
-        tuned=options.tuned,
-        budget=dict(options.budget),
-        config=dict(options.config),
-        path=options.path,
-        out=options.out,
-        console=console,
-        every_layer=options.verbose,
-    )
+    found = _verify_all(all_families() if options.all else [options.target], options)
     return EQUAL if all(each.passed for each in found) else NOT_EQUAL
 
 
-def verify_all(
-    targets: Sequence[str],
-    *,
-    kernel: str,
-    tuned: Path | None,
-    budget: Mapping[str, Any],
-    config: Mapping[str, Any],
-    path: Path | None,
-    out: Path | None,
-    console: "Console",
-    every_layer: bool,
-) -> "list[Verification]":
+def _verify_all(targets: Sequence[str], options: argparse.Namespace) -> "list[Verification]":
     """One target, or several one after the other: of several, one that cannot be loaded does not stop the rest."""
     import torch
 
+    from harness import environment, store
     from harness.kernels.front import find_kernel
     from harness.models.tuning import file as tuning_file
     from harness.models.tuning.heads import placeholder, tuned_name
     from harness.models.verify.steps import not_loaded, verify
     from harness.report.verification import print_layers, print_name, print_step, print_verdict
 
-    tuned = tuned or tuned_name(kernel)
+    console = terminal()
+    console.quiet = options.quiet
+    name = options.kernel or "eager"
+    tuned = options.tuned or tuned_name(name)
     thresholds = None if tuned is None else tuning_file.load(tuned)
-    found_kernel = find_kernel(kernel) if thresholds is None else placeholder(thresholds)
-    _refuse_taken(out)
+    kernel = find_kernel(name) if thresholds is None else placeholder(thresholds)
+    _refuse_taken(options.out)
     where = environment.collect(torch.get_num_threads())
     folder: Path | None = None
     found: list[Verification] = []
@@ -158,24 +137,24 @@ def verify_all(
         try:
             done = verify(
                 target,
-                kernel=found_kernel,
+                kernel=kernel,
                 tuned=thresholds,
-                budget=budget,
-                config=config,
-                path=path,
+                budget=dict(options.budget),
+                config=dict(options.config),
+                path=options.path,
                 on_step=lambda step: print_step(step, console),
             )
         except BadInput as error:
             if len(targets) == 1:
                 raise
-            done = not_loaded(target, found_kernel, error)
+            done = not_loaded(target, kernel, error)
             for step in done.steps:
                 print_step(step, console)
-        if every_layer or done.approximate:
-            print_layers(done, console, every_batch=every_layer)
+        if options.verbose or done.approximate:
+            print_layers(done, console, every_batch=options.verbose)
         found.append(done)
         if folder is None:  # only now: what cannot be loaded leaves no folder behind
-            folder = out or store.new_folder(Path("results"), "verify")
+            folder = options.out or store.new_folder(Path("results"), "verify")
             folder.mkdir(parents=True, exist_ok=True)
         _write(folder, found, where)  # after each, so that an interrupted run leaves what it found
     assert folder is not None
@@ -190,16 +169,14 @@ def _refuse_taken(out: Path | None) -> None:
         raise BadInput(f"{out} already holds {TABLE} of another run; give another --out or move it")
 
 
-def _write(folder: Path, found: "Sequence[Verification]", where: environment.Environment) -> None:
+def _write(folder: Path, found: "Sequence[Verification]", where: "Environment") -> None:
     import pandas as pd
 
+    from harness import store
     from harness.report.verification import verification_markdown
 
     layers = [each.layers for each in found if not each.layers.empty] or [found[0].layers]
-    tables = {
-        TABLE: pd.DataFrame([each.row() for each in found]),
-        LAYERS: pd.concat(layers, ignore_index=True),
-    }
+    tables = {TABLE: pd.DataFrame([each.row() for each in found]), LAYERS: pd.concat(layers, ignore_index=True)}
     for name, frame in tables.items():
         store.write_atomically(folder / name, frame.to_csv(index=False, lineterminator="\n").encode())
     store.write_atomically(folder / MARKDOWN, verification_markdown(found, where).encode())

@@ -14,8 +14,6 @@ from harness import environment
 from harness.doctor import Diagnosis, Level, bad, machine, noise, ok, software, warn
 from harness.text import percent
 
-RESULTS = Path("results")
-
 
 @dataclass(frozen=True)
 class Examination:
@@ -49,7 +47,7 @@ class Examination:
         }
 
 
-def examine(*, seconds: float, root: Path = Path("/"), results: Path = RESULTS) -> Examination:
+def examine(*, seconds: float, root: Path = Path("/"), results: Path = Path("results")) -> Examination:
     """`seconds` of A/A timing. What is asked of the machine first, so that the timing itself is not seen as load."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     quota = machine.cpu_quota(root)

@@ -100,7 +100,9 @@ def accept(folder: Path, baseline_dir: Path) -> str:
     old, before, lost = _replaced(run.suite, baseline_dir) if csv.exists() else (None, None, None)
     lines = [_describe(run.suite, new.iloc[:0] if old is None else old, new, run.environment)]
     lines += [] if before is None else _moved(before, provenance)
-    lines += [f"warning: {each}" for each in (*_doubts(new), lost, provenance.warning) if each]
+    failing = tuple(str(each) for each in new.loc[new["status"].isin(FAILING), "case_id"])
+    doubt = f"{plural(len(failing), 'cell', 'cells')} accepted as failing: {store.some(failing)}" if failing else None
+    lines += [f"warning: {each}" for each in (doubt, lost, provenance.warning) if each]
     baseline_dir.mkdir(parents=True, exist_ok=True)
     store.write_atomically(csv, table)
     store.write_atomically(about, (json.dumps(asdict(provenance), indent=2, ensure_ascii=False) + "\n").encode())
@@ -126,11 +128,6 @@ def _moved(before: Provenance, after: Provenance) -> list[str]:
     changes = before.environment.differences(after.environment)
     lines = [f"~ {key} {old} -> {new}" for key, (old, new) in changes.items() if key in store.COMPARED]
     return lines + ["~ the config"] * (before.config_sha256 != after.config_sha256)
-
-
-def _doubts(table: pd.DataFrame) -> list[str]:
-    failing = tuple(str(each) for each in table.loc[table["status"].isin(FAILING), "case_id"])
-    return [f"{plural(len(failing), 'cell', 'cells')} accepted as failing: {store.some(failing)}"] if failing else []
 
 
 def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provenance]:

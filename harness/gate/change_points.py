@@ -55,7 +55,8 @@ def find_steps(values: Sequence[float] | Series, *, seed: int = 0, finest: int =
     if len(series) < 2 * FEWEST or np.ptp(series) == 0:
         return ()
     generator = np.random.default_rng(seed)
-    whole = _p_value(series, _farthest_tamed_stretch, generator)
+    # Bad nights are tamed in the test, so that those of a shuffled series are, too: else it would lose its level.
+    whole = _p_value(series, lambda rows: _farthest_stretch(_tamed(rows)), generator)
     # Two tests: twice the smaller where one is clear, else the first and what the second might have added to it.
     smaller = min(whole, _p_value(series, _farthest_stretch, generator, finest))
     whole = 2 * smaller if smaller <= CLEAR / 2 else whole + CLEAR / 2
@@ -148,11 +149,6 @@ def _farthest_stretch(rows: Series) -> Series:
         largest = np.abs(sums[:, length:] - sums[:, :-length]).max(axis=1)
         np.maximum(best, largest**2 * (count / (length * (count - length))), out=best)
     return best
-
-
-def _farthest_tamed_stretch(rows: Series) -> Series:
-    """Bad nights are tamed in here, so that those of a shuffled series are, too: else the test would lose its level."""
-    return _farthest_stretch(_tamed(rows))
 
 
 def _sums(rows: Series) -> Series:

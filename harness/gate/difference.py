@@ -1,6 +1,7 @@
 """Two runs, cell by cell: what changed from one to the other, the largest change first. Floats here, text elsewhere."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,38 +44,7 @@ class Difference:
     def _drift(self) -> int:
         """Of an approximate kernel in two runs of one status: whether its relative L1 moved by more than rounding."""
         pair = self.pair("rel_l1")
-        if pair is None or pair[0] is None or pair[1] is None:
-            return 0
-        return int(is_farther(*pair)) - int(is_farther(*reversed(pair)))
-
-    @property
-    def status_changed(self) -> bool:
-        return self.pair("status") is not None
-
-    @property
-    def weights(self) -> dict[str, tuple[Any, Any]]:
-        """Parameters and cache bytes that are not the same."""
-        return {name: pair for name in WEIGHTS if (pair := self.pair(name)) is not None}
-
-    @property
-    def error_factor(self) -> float | None:
-        """err_ratio after over before; None where equal, or where one has none."""
-        return self._factor("err_ratio")
-
-    @property
-    def metrics(self) -> dict[str, tuple[Any, Any]]:
-        """Metrics of an approximate kernel that are not the same."""
-        return {name: pair for name in METRICS if (pair := self.pair(name)) is not None}
-
-    @property
-    def metric_factor(self) -> float | None:
-        """rel_l1 after over before; None as in `error_factor`."""
-        return self._factor("rel_l1")
-
-    @property
-    def speed_factor(self) -> float | None:
-        """x ref after over before: each run's own reference takes the machine out of it."""
-        return self._factor("latency_ratio")
+        return 0 if pair is None or None in pair else is_farther(*pair) - is_farther(*reversed(pair))
 
     @property
     def speed_apart(self) -> bool:
@@ -82,16 +52,14 @@ class Difference:
         if self.before is None or self.after is None:
             return False
         ends = [row[f"latency_ratio_{end}"] for row in (self.before, self.after) for end in ("lo", "hi")]
-        if any(bool(pd.isna(end)) for end in ends):
-            return False
         lo_a, hi_a, lo_b, hi_b = ends
-        return bool(hi_a < lo_b or hi_b < lo_a)
+        return not any(map(pd.isna, ends)) and bool(hi_a < lo_b or hi_b < lo_a)
 
     @property
     def found(self) -> bool:
         """Whether there is anything to tell; a speed within both intervals is not."""
         columns = ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS)
-        return not self.in_both or self.speed_apart or any(self.pair(name) is not None for name in columns)
+        return not self.in_both or self.speed_apart or bool(self.pairs(columns))
 
     def pair(self, column: str) -> tuple[Any, Any] | None:
         """Both values where they differ; a missing one is None."""
@@ -101,9 +69,15 @@ class Difference:
         a, b = values
         return None if a == b else (a, b)
 
-    def _factor(self, column: str) -> float | None:
+    def pairs(self, columns: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+        """Of those columns that differ."""
+        return {name: pair for name in columns if (pair := self.pair(name)) is not None}
+
+    def factor(self, column: str) -> float | None:
+        """After over before; None where equal, or where one has none. Of x ref (`latency_ratio`) it has no machine in
+        it: each run is measured by its own reference."""
         pair = self.pair(column)
-        if pair is None or pair[0] is None or pair[1] is None:
+        if pair is None or None in pair:
             return None
         a, b = float(pair[0]), float(pair[1])
         if math.isinf(a):  # so b is finite, or they would be equal
@@ -113,12 +87,11 @@ class Difference:
     @property
     def order(self) -> tuple[float, ...]:
         """Worse, other status, cells of one run alone, weights, then the largest factor either way."""
-        factors = [self.error_factor, self.metric_factor, self.speed_factor if self.speed_apart else None]
+        judged = ("err_ratio", "rel_l1", *(["latency_ratio"] if self.speed_apart else []))
+        factors = [factor for column in judged if (factor := self.factor(column)) is not None]
         # x2 and x0.5 are changes of one size.
-        sizes = [
-            abs(math.log(factor)) if 0 < factor < math.inf else math.inf for factor in factors if factor is not None
-        ]
-        kinds = (self.worse, self.status_changed, not self.in_both, bool(self.weights))
+        sizes = [abs(math.log(factor)) if 0 < factor < math.inf else math.inf for factor in factors]
+        kinds = (self.worse, self.pair("status") is not None, not self.in_both, bool(self.pairs(WEIGHTS)))
         return (*(not kind for kind in kinds), -max(sizes, default=0.0))
 
 

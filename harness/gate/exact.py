@@ -53,9 +53,8 @@ def gate(run: GatedRun, baseline_dir: Path) -> tuple[Finding, ...]:
         notes.append(Finding("", "baseline", provenance.warning, False))
     if run.config_sha256 != provenance.config_sha256:
         notes.append(Finding("", "config", "the config differs from the baseline's", False))
-    for key in store.COMPARED:
-        if key in changes:
-            notes.append(Finding("", "environment", f"{key} {changes[key][0]} -> {changes[key][1]}", False))
+    shown = {key: "{} -> {}".format(*changes[key]) for key in store.COMPARED if key in changes}
+    notes += [Finding("", "environment", f"{key} {change}", False) for key, change in shown.items()]
     moved = tuple(key for key in SAME_NUMBERS if key in changes)
     return (*lacking, *exact_findings(store.table(run.stored.records), table, moved=moved), *notes)
 
@@ -74,11 +73,12 @@ def exact_findings(run: pd.DataFrame, baseline: pd.DataFrame, *, moved: tuple[st
     if baseline.empty:
         message = "the baseline has no cells, so it guards nothing; put it back, or accept a run"
         return (Finding("", "empty_baseline", message, True),)
-    findings: list[Finding] = []
-    for name, frame in (("run", run), ("baseline", baseline)):
-        for case_id, times in frame["case_id"].value_counts().items():
-            if times != 1:
-                findings.append(Finding(str(case_id), "duplicate", f"{times} times in the {name}", True))
+    findings = [
+        Finding(str(case_id), "duplicate", f"{times} times in the {name}", True)
+        for name, frame in (("run", run), ("baseline", baseline))
+        for case_id, times in frame["case_id"].value_counts().items()
+        if times != 1
+    ]
     before, after = rows_by_id(baseline), rows_by_id(run)
     renamed = renames(
         {case_id: row for case_id, row in before.items() if case_id not in after},
@@ -89,11 +89,12 @@ def exact_findings(run: pd.DataFrame, baseline: pd.DataFrame, *, moved: tuple[st
             hint = f"; renamed to {renamed[case_id]}?" if case_id in renamed else ": removed or renamed"
             findings.append(Finding(case_id, "missing", f"in the baseline, not in this run{hint}", True))
         elif case_id not in before:
-            findings.append(_new(case_id, after[case_id]))
+            status = after[case_id]["status"]
+            message = f"not in the baseline; its status is {status}{_reason(after[case_id])}"
+            findings.append(Finding(case_id, "new", message, status in FAILING))
         else:
             findings += _cell(case_id, before[case_id], after[case_id], moved)
-    shared = [(before[case_id], after[case_id]) for case_id in before.keys() & after.keys()]
-    findings += _not_gated(shared)
+    findings += _not_gated([(before[case_id], after[case_id]) for case_id in before.keys() & after.keys()])
     return tuple(sorted(findings, key=lambda finding: not finding.fails))
 
 
@@ -116,11 +117,6 @@ def renames(missing: Mapping[str, CellRow], new: Mapping[str, CellRow]) -> dict[
 
 def _shown(row: CellRow, columns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(show(row[column]) for column in columns)
-
-
-def _new(case_id: str, row: CellRow) -> Finding:
-    fails = row["status"] in FAILING
-    return Finding(case_id, "new", f"not in the baseline; its status is {row['status']}{_reason(row)}", fails)
 
 
 def _reason(row: CellRow) -> str:

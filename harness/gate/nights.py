@@ -104,16 +104,14 @@ def read(suite: str, history: Path) -> pd.DataFrame:
             f"{folder} has no nights (suites that have: {known}); add one with: harness trend --add results/latest"
         )
     nights = [_night(path) for path in paths]
+    # Two names may make one folder's name: `a b` and `a/b`. Given the folder's, the oldest night's counts.
+    name = suite if suite != folder.name else nights[0]["suite"].iloc[0]
     for path, night in zip(paths, nights, strict=True):
-        _refuse_another_suite(path, night, suite if suite != folder.name else nights[0]["suite"].iloc[0])
+        if others := sorted(set(night["suite"]) - {name}):
+            problem = f"{path} is a night of suite {others[0]!r}, not of {name!r}"
+            raise HistoryError(f"{problem}; rename one suite and move it")
     frame = pd.concat(nights, ignore_index=True)
     return frame.drop_duplicates(["run", "case_id"]).sort_values("time", kind="stable", ignore_index=True)
-
-
-def _refuse_another_suite(path: Path, night: pd.DataFrame, suite: str) -> None:
-    """Two names may make one folder's name: `a b` and `a/b`. `suite` is the name, or that of the oldest night."""
-    if others := sorted(set(night["suite"]) - {suite}):
-        raise HistoryError(f"{path} is a night of suite {others[0]!r}, not of {suite!r}; rename one suite and move it")
 
 
 def _night(path: Path) -> pd.DataFrame:

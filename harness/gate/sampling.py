@@ -32,6 +32,12 @@ FEWEST_BLOCKS = 2
 REFERENCE_EVERY = 4  # blocks; it is shown, not judged
 PROCESSES = 3  # of each version
 FAR_SLOWER = 4.0  # times the base
+# The schedule is fixed: the level is shared among the looks, and the budget among the two measurements.
+LOOKS = (8, 12, 18, 27, 40)  # rounds
+AGAIN = 16  # rounds of the second measurement, at which nobody looks before its end
+FIRST = 0.6  # of the seconds
+OVERTIME = 1.0  # of a measurement's seconds, for those that cannot have the fewest rounds of any use before
+LONG_OVERTIME = 9.0  # the same for those that are far from unchanged by what there is
 
 
 class CellFailed(Exception):
@@ -68,12 +74,6 @@ class VersionProcesses:
         self._allowed = allowed_bytes(Limits(max_memory=settings.max_memory), 2 * PROCESSES)
         self._members: dict[tuple[str, int], Process] = {}
 
-    def __enter__(self) -> "VersionProcesses":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.dismiss()
-
     def muster(self) -> None:
         """Starts whoever is missing, all at once."""
         missing = [(side, at) for side in self._versions for at in range(PROCESSES) if (side, at) not in self._members]
@@ -92,7 +92,7 @@ class VersionProcesses:
             self.muster()
         return self._members[side, at]
 
-    def dismiss(self) -> None:
+    def close(self) -> None:
         """Ends all of them; the next to be needed are fresh."""
         while self._members:
             self._members.popitem()[1].kill()
@@ -136,6 +136,26 @@ class Sampler:
         self._plan: Plan | None = None
         self._took = 0  # rounds
 
+    def rounds(
+        self, seconds: float, *, looks: Sequence[int], enough: Callable[[np.ndarray], bool], fewest: int
+    ) -> list[Round]:
+        """Rounds until a look finds that it is enough, the schedule ends, or the time is up. Where it is up before the
+        `fewest` rounds that can be judged, it is prolonged if what there is is far from unchanged."""
+        rounds: list[Round] = []
+        deadline = time.perf_counter() + seconds
+        for look in looks:
+            while len(rounds) < look:
+                rounds.append(self.round())
+                left = deadline - time.perf_counter()
+                if left <= 0 and len(rounds) >= MIN_ROUNDS:
+                    return rounds
+                is_over = len(rounds) >= fewest or left <= -LONG_OVERTIME * seconds
+                if left <= -OVERTIME * seconds and (is_over or not is_far(stack(rounds), self._settings)):
+                    return rounds
+            if enough(stack(rounds)):
+                break
+        return rounds
+
     def round(self) -> Round:
         # Two of the base by lot, so that the null shows what processes differ by; those of the head in turn.
         first, second = self._chance.sample(range(PROCESSES), 2)
@@ -144,11 +164,9 @@ class Sampler:
         # and the reference in any of the processes: the head, built last and busy with the reference in between, found
         # its caches warmer than the base did, and stood 0.7 % too fast (mean of 29 cells, same code on both sides).
         for key in self._chance.sample(twins, len(twins)) if self._took else twins:
-            self._build(key)
+            self.build(key)
         self._took += 1
-        if self._plan is None:
-            self._plan = self._make_plan(twins)
-        plan = self._plan
+        self._plan = plan = self._plan or self._make_plan(twins)
         times = np.full((plan.blocks, len(twins)), math.nan)
         reference = []
         for block in range(plan.blocks):
@@ -157,18 +175,14 @@ class Sampler:
                 order.append(None)
             self._chance.shuffle(order)
             for at in order:
-                key = self._chance.choice(twins) if at is None else twins[at]
                 if at is None:
-                    reference.append(self._sample(key, "reference", plan))
+                    reference.append(self._sample(self._chance.choice(twins), "reference", plan))
                 else:
-                    times[block, at] = self._sample(key, "candidate", plan)
+                    times[block, at] = self._sample(twins[at], "candidate", plan)
         return Round(times, tuple(reference))
 
-    def try_head(self) -> None:
-        """Builds the cell in the head alone, and calls it."""
-        self._build(("head", 0))
-
-    def _build(self, key: tuple[str, int]) -> None:
+    def build(self, key: tuple[str, int]) -> None:
+        """The cell in one process, which calls it once."""
         fields = {**asdict(self._case), "kernel": self._processes.kernel(self._case.kernel, key[0])}
         shift = self._chance.randrange(1 << 32)
         self._ask(key, "build", cell={"fields": fields, "seed": self._settings.suite_seed, "shift": shift})
@@ -207,42 +221,6 @@ class Sampler:
             if side == "head":  # a regression, if a fresh process refuses too
                 self._processes.lose(side, at)
             raise CellFailed(side, str(refusal), died=False) from None
-
-
-# The schedule is fixed: the level is shared among the looks, and the budget among the two measurements.
-LOOKS = (8, 12, 18, 27, 40)  # rounds
-AGAIN = 16  # rounds of the second measurement, at which nobody looks before its end
-FIRST = 0.6  # of the seconds
-OVERTIME = 1.0  # of a measurement's seconds, for those that cannot have the fewest rounds of any use before
-LONG_OVERTIME = 9.0  # the same for those that are far from unchanged by what there is
-
-
-def measure_until(
-    sampler: Sampler,
-    seconds: float,
-    settings: TimingSettings,
-    *,
-    looks: Sequence[int],
-    enough: Callable[[np.ndarray], bool],
-    fewest: int,
-) -> list[Round]:
-    """Rounds until a look finds that it is enough, the schedule ends, or the time is up. Where it is up before the
-    `fewest` rounds that can be judged, it is prolonged if what there is is far from unchanged."""
-    rounds: list[Round] = []
-    deadline = time.perf_counter() + seconds
-    for look in looks:
-        while len(rounds) < look:
-            rounds.append(sampler.round())
-            left = deadline - time.perf_counter()
-            if left <= 0 and len(rounds) >= MIN_ROUNDS:
-                return rounds
-            if left <= -OVERTIME * seconds and (
-                len(rounds) >= fewest or left <= -LONG_OVERTIME * seconds or not is_far(stack(rounds), settings)
-            ):
-                return rounds
-        if enough(stack(rounds)):
-            break
-    return rounds
 
 
 def stack(rounds: Sequence[Round]) -> np.ndarray:

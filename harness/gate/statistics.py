@@ -249,9 +249,8 @@ def is_clearly_unchanged(found: Estimate, settings: TimingSettings, level: Level
     if not found.is_sound or _smaller_p(found, settings) <= max(NEAR, level.night):
         return False
     sees = found.smallest(settings.min_effect, level.alone) <= settings.must_see
-    if not math.expm1(found.typical_lo) <= settings.must_see:
-        return False
-    return sees and math.expm1(found.hi) <= settings.must_see and found.lo >= -math.log1p(settings.must_see)
+    ruled_out = all(math.expm1(bound) <= settings.must_see for bound in (found.hi, found.typical_lo))
+    return sees and ruled_out and found.lo >= -math.log1p(settings.must_see)
 
 
 def is_flagged(found: Estimate, settings: TimingSettings) -> bool:
@@ -288,13 +287,14 @@ def decide(
         return "inconclusive", "too few whole samples in the time given"
     change, allowed = math.expm1(found.change), math.log1p(settings.min_effect)
     confirmed = math.nan if second is None else second
-    for word, sign, q in (("regression", 1, q_slower), ("improvement", -1, q_faster)):
+    sides: tuple[tuple[TimingWord, int, float], ...] = (("regression", 1, q_slower), ("improvement", -1, q_faster))
+    for word, sign, q in sides:
         if q <= settings.level:
             told = f"{abs(change):.1%} {'slower' if sign > 0 else 'faster'}, and by more than {settings.min_effect:.1%}"
             if not sign * confirmed > allowed:
                 why = "not measured again" if second is None else f"not so when measured again ({_percent(confirmed)})"
                 return "inconclusive", f"{told}, but {why}"
-            return ("regression" if word == "regression" else "improvement"), f"{told} (q = {q:.2g})"
+            return word, f"{told} (q = {q:.2g})"
     if not abs(found.null) <= allowed:
         return "inconclusive", f"the base differs from itself by {_percent(found.null)}: the machine is too unsteady"
     if not smallest <= settings.must_see:

@@ -1,5 +1,6 @@
 """The timing part of the gate: two versions, cell by cell, in turn on the same machine in the same minutes."""
 
+import contextlib
 import math
 import random
 import time
@@ -13,17 +14,7 @@ from harness.case import Case
 from harness.errors import BadInput
 from harness.gate import statistics
 from harness.gate.findings import TimingSettings, TimingVerdict, TimingWord
-from harness.gate.sampling import (
-    AGAIN,
-    FIRST,
-    LOOKS,
-    CellFailed,
-    Round,
-    Sampler,
-    VersionProcesses,
-    measure_until,
-    stack,
-)
+from harness.gate.sampling import AGAIN, FIRST, LOOKS, CellFailed, Round, Sampler, VersionProcesses, stack
 from harness.gate.statistics import Estimate, Level
 from harness.gate.versions import Version
 
@@ -53,12 +44,7 @@ class _CellTimes:
 
 
 def judge_times(
-    base: Version,
-    head: Version,
-    cases: Sequence[Case],
-    settings: TimingSettings,
-    *,
-    progress: Progress | None = None,
+    base: Version, head: Version, cases: Sequence[Case], settings: TimingSettings, *, progress: Progress | None = None
 ) -> tuple[TimingVerdict, ...]:
     """One verdict a case, in their order. `progress` is told how many cells are done, and what runs now.
 
@@ -68,7 +54,7 @@ def judge_times(
     seed = random.SystemRandom().randrange(1 << 32) if settings.seed is None else settings.seed
     level = Level(settings.level, max(1, len(cases)), len(LOOKS))
     cells = [_CellTimes(case) for case in cases]
-    with VersionProcesses(base, head, settings) as processes:
+    with contextlib.closing(VersionProcesses(base, head, settings)) as processes:
         night = _Night(processes, settings, level, seed)
         report(0, "starting the processes")
         try:  # apart from the first cell, so that it is not charged to that
@@ -92,7 +78,7 @@ def judge_times(
 
 def _starts_afresh(processes: VersionProcesses) -> bool:
     """Where it does not, what has been measured is judged all the same, and its changes are "not measured again"."""
-    processes.dismiss()
+    processes.close()
     try:
         processes.muster()
     except CellFailed:
@@ -112,30 +98,25 @@ class _Night:
         if self.hangs >= MOST_HANGS:
             cell.failure = CellFailed("both", f"{MOST_HANGS} cells hung before it, and the night must end", died=False)
             return
-
-        def measured() -> None:
-            seconds, fewest = FIRST * self._settings.seconds, statistics.MIN_ROUNDS
-            cell.rounds = measure_until(
-                self._sampler(cell), seconds, self._settings, looks=LOOKS, enough=self._is_enough, fewest=fewest
-            )
-
-        self._attempt(cell, measured)
+        seconds, fewest = FIRST * self._settings.seconds, statistics.MIN_ROUNDS
+        cell.rounds = self._attempt(
+            cell, lambda: self._sampler(cell).rounds(seconds, looks=LOOKS, enough=self._is_enough, fewest=fewest)
+        )
         if cell.failure is not None and cell.failure.side == "base" and not cell.failure.died:
             try:  # the base is asked first: when it refuses, the head has not been asked yet
-                self._sampler(cell).try_head()
+                self._sampler(cell).build(("head", 0))
             except CellFailed as other:
                 cell.failure = CellFailed("both", other.reason, died=other.died, hung=other.hung)
                 self.hangs += other.hung
 
     def measure_again(self, cell: _CellTimes) -> None:
-        def measured() -> None:
-            seconds, fewest = (1 - FIRST) * self._settings.seconds, statistics.FEWEST_AGAIN
-            sampler = self._sampler(cell, blocks=cell.rounds[0].times.shape[0])
-            cell.second = measure_until(
-                sampler, seconds, self._settings, looks=(AGAIN,), enough=lambda times: True, fewest=fewest
-            )
-
-        self._attempt(cell, measured)
+        seconds, fewest = (1 - FIRST) * self._settings.seconds, statistics.FEWEST_AGAIN
+        cell.second = self._attempt(
+            cell,
+            lambda: self._sampler(cell, blocks=len(cell.rounds[0].times)).rounds(
+                seconds, looks=(AGAIN,), enough=lambda times: True, fewest=fewest
+            ),
+        )
 
     def is_worth_another_look(self, cell: _CellTimes) -> bool:
         if cell.failure is not None or not cell.rounds:
@@ -151,19 +132,21 @@ class _Night:
         unchanged = statistics.is_clearly_unchanged(found, self._settings, self._level)
         return unchanged or statistics.is_flagged(found, self._settings)
 
-    def _attempt(self, cell: _CellTimes, measured: Callable[[], None]) -> None:
+    def _attempt(self, cell: _CellTimes, measured: Callable[[], list[Round]]) -> list[Round]:
         """Once more where a process died or the head refused; not where it hung, which would take as long again."""
         started = time.perf_counter()
+        rounds: list[Round] = []
         for _ in range(ATTEMPTS):
             cell.failure = None
             try:
-                measured()
+                rounds = measured()
             except CellFailed as failure:
                 cell.failure = failure
             if cell.failure is None or cell.failure.hung or not (cell.failure.died or cell.failure.side == "head"):
                 break
         self.hangs += cell.failure is not None and cell.failure.hung
         cell.seconds += time.perf_counter() - started
+        return rounds
 
 
 class _Test(NamedTuple):

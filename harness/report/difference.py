@@ -57,7 +57,7 @@ def csv(cells: Sequence[Difference], *, everything: bool = False) -> str:
             row: dict[str, object] = {"case_id": cell.case_id, "change": mark_of(cell)}
             for side, values in (("a", cell.before), ("b", cell.after)):
                 row |= {f"{name}_{side}": None if values is None else values[name] for name in NUMBERS}
-            rows.append(row | {"err_factor": cell.error_factor, "x_ref_factor": cell.speed_factor,
+            rows.append(row | {"err_factor": cell.factor("err_ratio"), "x_ref_factor": cell.factor("latency_ratio"),
                                "x_ref_apart": cell.speed_apart})  # fmt: skip
     columns = ["case_id", "change", *(f"{name}_{side}" for side in "ab" for name in NUMBERS),
                "err_factor", "x_ref_factor", "x_ref_apart"]  # fmt: skip
@@ -83,17 +83,17 @@ def changes(cell: Difference) -> list[str]:
         why = "" if cell.after["status"] == "ok" else f": {story.explain(cell.after)}"
         lines.append(f"status {pair[0]} -> {pair[1]}{why}")
     if pair := cell.pair("err_ratio"):
-        lines.append(f"error/N {ratio(pair[0])} -> {ratio(pair[1])}{_factor(cell.error_factor)}")
+        lines.append(f"error/N {ratio(pair[0])} -> {ratio(pair[1])}{_factor(cell.factor('err_ratio'))}")
     if pair := cell.pair("max_abs_err"):
         lines.append(f"max error {small(pair[0])} -> {small(pair[1])}")
-    for name, (a, b) in cell.metrics.items():
-        factor = _factor(cell.metric_factor if name == "rel_l1" else None)
+    for name, (a, b) in cell.pairs(METRICS).items():
+        factor = _factor(cell.factor("rel_l1") if name == "rel_l1" else None)
         lines.append(f"{name} {number(a, '.4g')} -> {number(b, '.4g')}{factor}")
-    lines += [f"{name} {number(a, ',')} -> {number(b, ',')}" for name, (a, b) in cell.weights.items()]
-    if cell.speed_factor is not None:
+    lines += [f"{name} {number(a, ',')} -> {number(b, ',')}" for name, (a, b) in cell.pairs(WEIGHTS).items()]
+    if (speed := cell.factor("latency_ratio")) is not None:
         sides = " -> ".join(_speed(row) for row in (cell.before, cell.after))
         apart = ", intervals apart" if cell.speed_apart else ", within noise"
-        lines.append(f"x ref {sides} (x{ratio(cell.speed_factor)}{apart})")
+        lines.append(f"x ref {sides} (x{ratio(speed)}{apart})")
     return lines
 
 

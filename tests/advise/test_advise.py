@@ -12,7 +12,7 @@ from harness.__main__ import main
 from harness.advise import choose
 from harness.advise import memory as amounts
 from harness.advise.candidates import MODELS, Candidate, Model, candidates
-from harness.advise.choose import Alternative, advise, dominates, faster, predict, step_of
+from harness.advise.choose import Alternative, advise, dominates, faster, step_of
 from harness.advise.memory import Requirement, footprint
 from harness.advise.roofline import BEYOND, CACHED, MIB, Clocks, Disturbance, Roofline, span_of, watch
 from harness.advise.work import DecodeStep, Figure, StepPart, decode_step, figure
@@ -257,7 +257,7 @@ def test_time_is_overhead_and_every_part():
     model = MODELS["llama-3-8b"]
     demand = Requirement(model, 1000, 1, "bfloat16", 80 * GIB)
     candidate = own(model)
-    predicted = predict(candidate, demand, made_up([step_of(candidate, demand)]))
+    predicted = made_up([step_of(candidate, demand)]).seconds(step_of(candidate, demand))
     held = 2 * candidate.attention_params + 1000 * 4096
     assert predicted.value == pytest.approx(1e-4 + held * 1e-9)
 
@@ -302,7 +302,7 @@ def test_measuring_here_gives_positive_times(monkeypatch: pytest.MonkeyPatch):
     assert all(one.lo > 0 for one in (*measured.parts.values(), *measured.reading.values()))
     assert len(heard) == 1 + len(steps)
     for one in found:
-        predicted = predict(one, demand, measured)
+        predicted = measured.seconds(step_of(one, demand))
         assert 0 < predicted.lo <= predicted.value <= predicted.hi < 1
 
 

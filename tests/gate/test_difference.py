@@ -15,7 +15,7 @@ import harness
 from harness import store
 from harness.__main__ import main
 from harness.errors import BadInput
-from harness.gate.difference import Difference, compare_runs
+from harness.gate.difference import WEIGHTS, Difference, compare_runs
 from harness.gate.exact import exact_findings
 from harness.record import COLUMNS, STATUS_SEVERITY, STATUSES, Record
 from harness.report.difference import changes, counts_line, csv, environment_lines, mark_of, markdown, print_differences
@@ -49,7 +49,7 @@ def test_statuses_get_worse_or_better_or_neither():
         cell = cells[f"{a}_{b}"]
         assert cell.worse == (STATUS_SEVERITY[b] > STATUS_SEVERITY[a])
         assert cell.better == (STATUS_SEVERITY[b] < STATUS_SEVERITY[a])
-        assert cell.status_changed == cell.found == (a != b)
+        assert (cell.pair("status") is not None) == cell.found == (a != b)
     ok, degraded, unsupported, mismatch, *no_result = sorted(STATUSES, key=lambda status: STATUS_SEVERITY[status])
     assert (ok, degraded, unsupported, mismatch) == ("ok", "degraded", "unsupported", "mismatch")
     assert STATUS_SEVERITY[ok] < STATUS_SEVERITY[degraded] < STATUS_SEVERITY[unsupported] < STATUS_SEVERITY[mismatch]
@@ -67,19 +67,19 @@ def test_the_gate_and_compare_agree_on_what_is_worse(a: str, b: str):
 @pytest.mark.parametrize("column", ["params", "kv_cache_bytes", "kv_bytes_per_token"])
 def test_a_weight_that_moves_by_one_is_found(column: str):
     cell = compared(record(), record(**{column: getattr(record(), column) + 1}))
-    assert cell.found and [*cell.weights] == [column]
+    assert cell.found and [*cell.pairs(WEIGHTS)] == [column]
     assert column in changes(cell)[0]
 
 
 def test_an_error_that_appears_or_vanishes_is_found():
     assert compared(record(err_ratio=None), record()).found
     assert compared(record(), record(max_abs_err=None)).found
-    assert compared(record(), record(err_ratio=None)).error_factor is None
+    assert compared(record(), record(err_ratio=None)).factor("err_ratio") is None
 
 
 def test_errors_are_compared_by_factor():
     cell = compared(record(err_ratio=0.5), record(err_ratio=1.5))
-    assert cell.error_factor == pytest.approx(3.0)
+    assert cell.factor("err_ratio") == pytest.approx(3.0)
     assert changes(cell) == ["error/N 0.50 -> 1.50 (x3.00)"]
 
 
@@ -90,7 +90,7 @@ def test_errors_are_compared_by_factor():
 def test_from_or_to_infinity_no_factor_is_told(before: float, after: float, factor: float):
     """An error that was infinite and is not is no growth."""
     cell = compared(record(err_ratio=before), record(err_ratio=after))
-    assert cell.error_factor == factor
+    assert cell.factor("err_ratio") == factor
     assert "(x" not in changes(cell)[0]
 
 
@@ -128,7 +128,7 @@ def timed(value: float, low: float, high: float, **values: Any) -> Record:
 
 def test_speeds_differ_only_where_intervals_share_nothing():
     apart = compared(timed(1.0, 0.9, 1.1), timed(1.3, 1.2, 1.4))
-    assert apart.found and apart.speed_apart and apart.speed_factor == pytest.approx(1.3)
+    assert apart.found and apart.speed_apart and apart.factor("latency_ratio") == pytest.approx(1.3)
     assert changes(apart) == ["x ref 1.00 (0.90…1.10) -> 1.30 (1.20…1.40) (x1.30, intervals apart)"]
     within = compared(timed(1.0, 0.9, 1.25), timed(1.3, 1.2, 1.4))
     assert not within.found

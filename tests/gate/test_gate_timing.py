@@ -278,6 +278,7 @@ def night(
 
     class Simulated(Sampler):
         def __init__(self, crew: VersionProcesses, case: Case, settings: TimingSettings, **how: object) -> None:
+            self._settings = settings
             self.effect = effects[case.seq_len - 1][min(started.setdefault(case.case_id, 0), 1)]
             started[case.case_id] += 1
             self.start = started[case.case_id]

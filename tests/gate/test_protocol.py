@@ -1,5 +1,6 @@
 """What passes between two versions of the gate: the messages themselves, and versions that speak otherwise."""
 
+import contextlib
 import json
 import os
 import re
@@ -80,9 +81,9 @@ def test_what_a_version_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "path", ["/packages", str(tmp_path)])
     monkeypatch.setattr(sampling, "PROCESSES", 1)
     settings = TimingSettings(suite_seed=5, max_memory=1 << 40)
-    with VersionProcesses(version, version, settings) as processes:
+    with contextlib.closing(VersionProcesses(version, version, settings)) as processes:
         sampler = Sampler(processes, CASE, settings, chance=Random(3))
-        sampler._build(("base", 0))
+        sampler.build(("base", 0))
         answer = sampler._sample(("base", 0), "candidate", sampling.Plan(calls=3, warm=1, blocks=0))
         assert answer == 0.25
     # The other process is the head's, which has been greeted and no more.
