@@ -32,7 +32,7 @@ EQUALITY = ("max_abs_err", "mean_abs_err", "max_rel_err", "max_ulp_err", "ref_ma
 SPEED = ("latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "peak_bytes")
 WEIGHT = ("params", "ref_params", "params_formula", "flops")
 CACHE = ("kv_cache_bytes", "kv_cache_bytes_formula", "kv_bytes_per_token")
-# SPEC's list, as it stands there.
+# The columns that are promised to whoever reads results.csv.
 SPEC_COLUMNS = """
 case_id variant kernel reference embed_dim heads kv_heads head_dim seq_len
 kv_len batch mask dtype phase status max_abs_err mean_abs_err max_rel_err max_ulp_err ref_max_abs_err err_budget

@@ -488,7 +488,7 @@ def test_containers_call_the_swapped_module_with_the_fast_path_on(
 
 
 def test_a_wrong_kernel_shows_even_on_the_fast_path() -> None:
-    """FACTS: a wrong subclass of nn.MultiheadAttention passes there, because it is never called."""
+    """A wrong subclass of nn.MultiheadAttention passes there, because it is never called."""
     old = nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval()
     randomise(old, torch.Generator().manual_seed(2))
     x = torch.randn(2, 5, E)
