@@ -1,6 +1,6 @@
 """One file a command, found by its name: `arguments` adds its options, `execute` does it and gives the exit code.
 
-The functions here are types of command-line arguments; each says the rule that its text broke.
+Here are the types of arguments that several commands have; each says the rule that its text broke.
 """
 
 import argparse

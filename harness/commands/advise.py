@@ -33,7 +33,7 @@ examples:
 """
 VERBOSE = "also say what was measured"
 MOST_ROWS = 4096  # of a product that is still measured in no time
-OWN = ("embed_dim", "layers", "heads", "kv_heads", "head_dim")
+OWN = ("embed_dim", "layers", "heads", "kv_heads", "head_dim", "params")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +91,6 @@ def _model(options: argparse.Namespace) -> "Model":
     from harness.advise.candidates import MODELS, Model, own_attention_params
 
     given = {name: getattr(options, name) for name in OWN if getattr(options, name) is not None}
-    if options.params is not None:
-        given["params"] = options.params
     if options.window is not None:
         given["window"] = options.window or None
     if options.model is not None:

@@ -202,21 +202,18 @@ def _time(options: argparse.Namespace, cells: "ChosenCells", outcome: "GateOutco
 
 
 def _percent(text: str) -> float:
-    value = _number(text.removesuffix("%"))
-    if not 0 < value < 100:
-        raise argparse.ArgumentTypeError(f"{text}: must be more than 0 and less than 100")
-    return value / 100
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    return _below(100, text, text.removesuffix("%")) / 100
 
 
 def _seconds(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 3600:
-        raise argparse.ArgumentTypeError(f"{text}: must be more than 0 and less than 3600")
+    return _below(3600, text, text)
+
+
+def _below(limit: int, text: str, number: str) -> float:
+    try:
+        value = float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{number!r} is no number") from None
+    if not 0 < value < limit:
+        raise argparse.ArgumentTypeError(f"{text}: must be more than 0 and less than {limit}")
     return value

@@ -7,7 +7,6 @@ from harness.commands import positive, shard
 from harness.errors import EQUAL, NOT_EQUAL
 from harness.text import terminal
 
-MARKDOWN = "sensitivity.md"
 HELP = "judge wrong attentions: does the comparison see every one of them?"
 DESCRIPTION = """\
 Puts wrong attentions on purpose (harness/mutants/saboteurs/, each the likeness of a real bug) in the place of the right
@@ -58,7 +57,7 @@ def execute(options: argparse.Namespace) -> int:
         console=Console(stderr=True, quiet=options.quiet),
     )
     text = sensitivity_markdown(study, store.read_environment(folder))
-    store.write_atomically(folder / MARKDOWN, text.encode())
+    store.write_atomically(folder / "sensitivity.md", text.encode())
     if not options.quiet:
         print_study(study, terminal(), folder=folder)
     return EQUAL if judge(study).passed else NOT_EQUAL

@@ -33,25 +33,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    from harness.gate import nights as files
-    from harness.gate.nights import HistoryError
+    from harness.gate import nights
     from harness.gate.trend import trends
     from harness.report.trend import print_trends, trends_markdown
     from harness.store import write_atomically
 
     if options.add is not None:
-        path, is_new = files.add(options.add, options.history)
+        path, is_new = nights.add(options.add, options.history)
         if not options.quiet:
             print(f"{'added' if is_new else 'already there:'} {path}")
         return EQUAL
     if options.out is not None:
         options.out.unlink(missing_ok=True)  # if the history cannot be read, an older answer must not stand for it
-    names = [options.suite] if options.suite else list(files.suites(options.history))
+    names = [options.suite] if options.suite else list(nights.suites(options.history))
     if not names:
-        raise HistoryError(f"{options.history} has no nights; add one with: harness trend --add results/latest")
+        raise nights.HistoryError(f"{options.history} has no nights; add one with: harness trend --add results/latest")
     pages = []
     for name in names:
-        found = trends(files.read(name, options.history), metric=options.metric, cells=options.cells)
+        found = trends(nights.read(name, options.history), metric=options.metric, cells=options.cells)
         if not options.quiet:
             print_trends(found, terminal(), suite=name, metric=options.metric, every=options.all)
         if options.out is not None:

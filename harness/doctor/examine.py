@@ -35,8 +35,7 @@ class Examination:
         return f"{trusted}; better still without: {warned}" if warned else trusted
 
     def _names(self, level: Level, *, prevents_runs: bool = False) -> str:
-        chosen = [f.name for f in self.findings if f.level == level and f.prevents_runs >= prevents_runs]
-        return ", ".join(chosen)
+        return ", ".join(f.name for f in self.findings if f.level == level and f.prevents_runs >= prevents_runs)
 
     def to_json(self) -> dict[str, Any]:
         return {

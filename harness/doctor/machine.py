@@ -27,11 +27,8 @@ def read(path: Path) -> str | None:
 
 
 def read_number(path: Path) -> int | None:
-    text = read(path)
-    try:
-        return None if text is None else int(text)
-    except ValueError:  # "max"
-        return None
+    text = read(path) or ""
+    return int(text) if text.isdecimal() else None  # "max" and -1 are no limit
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
@@ -57,8 +54,8 @@ def cpu_quota(root: Path) -> float | None:
         limit, _, period = (read(folder / "cpu.max") or "").partition(" ")
         if limit.isdecimal() and period.isdecimal() and int(period):
             quotas.append(int(limit) / int(period))
-        old, old_period = read_number(folder / "cpu.cfs_quota_us"), read_number(folder / "cpu.cfs_period_us")
-        if old is not None and old > 0 and old_period:
+        old, old_period = (read_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if old and old_period:
             quotas.append(old / old_period)
     return min(quotas, default=None)
 
@@ -87,9 +84,8 @@ def processor(cpuinfo: str, capability: str) -> Diagnosis:
     model = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", cpuinfo, re.MULTILINE | re.IGNORECASE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     has = [feature for feature in FEATURES if flags and feature in flags[1].split()]
-    half = any("bf16" in feature for feature in has)
     text = f"{model[1].strip() if model else 'unknown model'}: {' '.join(has) or HIDDEN}; torch uses {capability}"
-    if has and not half:
+    if has and not any("bf16" in feature for feature in has):
         text += "; no bf16 instructions, so that half precision is timed as emulated"
     if capability in ("DEFAULT", "NO AVX") and "avx2" in has:
         return warn("processor", text, "unset ATEN_CPU_CAPABILITY: torch does not use the AVX2 that is here")

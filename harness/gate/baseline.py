@@ -15,7 +15,7 @@ import yaml
 
 from harness import store
 from harness.environment import Environment
-from harness.gate.findings import BASELINE_COLUMNS, GATED, METRICS, PEAK, GateError, is_same, rows_by_id, show
+from harness.gate.findings import BASELINE_COLUMNS, GATED, METRICS, PEAK, GateError, changed, lacking, rows_by_id
 from harness.record import EQUAL_STATUSES, FAILING, STATUSES
 from harness.text import plural
 
@@ -117,7 +117,7 @@ def _replaced(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame | None, Prov
         raise
     except GateError as error:
         return None, None, f"nothing could be compared: {error}"
-    if absent := [name for name in BASELINE_COLUMNS if name not in old.columns]:
+    if absent := lacking(old):
         csv = _paths(suite, baseline_dir)[0]
         return None, None, f"nothing could be compared: {csv} has no column {', '.join(absent)}"
     return old, provenance, None
@@ -197,11 +197,8 @@ def _describe(suite: str, old: pd.DataFrame, new: pd.DataFrame, environment: Env
             lines.append(f"- {case_id}")
         elif case_id not in before:
             lines.append(f"+ {case_id}  {after[case_id]['status']}")
-        else:
-            pairs = ((column, before[case_id][column], after[case_id][column]) for column in GATED)
-            changes = [f"{name} {show(a)} -> {show(b)}" for name, a, b in pairs if not is_same(a, b)]
-            if changes:
-                lines.append(f"~ {case_id}  {'; '.join(changes)}")
+        elif changes := changed(before[case_id], after[case_id], GATED):
+            lines.append(f"~ {case_id}  {'; '.join(f'{name} {change}' for name, change in changes.items())}")
     counts = {mark: sum(line.startswith(mark) for line in lines) for mark in "+-~"}
     commit = f"{environment.commit or 'no commit'}{' (dirty)' if environment.dirty else ''}"
     head = f"baseline {suite}: {plural(len(after), 'cell', 'cells')} at {commit}: "

@@ -9,18 +9,7 @@ import pandas as pd
 from harness import store
 from harness.case import CASE_FIELDS
 from harness.gate.baseline import GatedRun, edited, read_baseline
-from harness.gate.findings import (
-    BASELINE_COLUMNS,
-    EXACT,
-    METRICS,
-    PEAK,
-    CellRow,
-    Finding,
-    GateError,
-    is_same,
-    rows_by_id,
-    show,
-)
+from harness.gate.findings import EXACT, METRICS, PEAK, CellRow, Finding, GateError, changed, lacking, rows_by_id, show
 from harness.record import EQUAL_STATUSES, FAILING, STATUS_SEVERITY
 from harness.text import plural
 
@@ -41,12 +30,12 @@ MOST_TOLD = 300  # characters of a cell's own words
 def gate(run: GatedRun, baseline_dir: Path) -> tuple[Finding, ...]:
     """Everything about the run, failing findings before notes; empty where it is as accepted."""
     table, provenance = read_baseline(run.suite, baseline_dir)
-    lacking = []
+    faults = []
     if message := edited(provenance, baseline_dir):
-        lacking.append(Finding("", "edited_baseline", message, True))
+        faults.append(Finding("", "edited_baseline", message, True))
     if run.stored.lack:
         what = run.stored.lack.removeprefix("incomplete: ")  # the finding's kind says it
-        lacking.append(Finding("", "incomplete", f"{what}; missing: {store.some(run.stored.missing)}", True))
+        faults.append(Finding("", "incomplete", f"{what}; missing: {store.some(run.stored.missing)}", True))
     changes = provenance.environment.differences(run.environment)
     notes = []
     if provenance.warning:
@@ -56,7 +45,7 @@ def gate(run: GatedRun, baseline_dir: Path) -> tuple[Finding, ...]:
     shown = {key: "{} -> {}".format(*changes[key]) for key in store.COMPARED if key in changes}
     notes += [Finding("", "environment", f"{key} {change}", False) for key, change in shown.items()]
     moved = tuple(key for key in SAME_NUMBERS if key in changes)
-    return (*lacking, *exact_findings(store.table(run.stored.records), table, moved=moved), *notes)
+    return (*faults, *exact_findings(store.table(run.stored.records), table, moved=moved), *notes)
 
 
 def exact_findings(run: pd.DataFrame, baseline: pd.DataFrame, *, moved: tuple[str, ...] = ()) -> tuple[Finding, ...]:
@@ -66,7 +55,7 @@ def exact_findings(run: pd.DataFrame, baseline: pd.DataFrame, *, moved: tuple[st
     themselves, and are noted; statuses and counts may not.
     """
     for name, frame in (("run", run), ("baseline", baseline)):
-        if lost := [column for column in BASELINE_COLUMNS if column not in frame.columns]:
+        if lost := lacking(frame):
             raise GateError(f"the {name}'s table has no column {', '.join(lost)}; accept a new baseline")
     if run.empty:
         return (Finding("", "empty_run", "the run has no cells", True),)
@@ -132,9 +121,8 @@ def _cell(case_id: str, before: CellRow, after: CellRow, moved: tuple[str, ...])
         yield Finding(case_id, "status", f"{before['status']} -> {after['status']}{_reason(after)}", worse)
         if worse and STATUS_SEVERITY[after["status"]] > STATUS_SEVERITY["mismatch"]:
             return  # that it has no numbers now is no news
-    for column in EXACT:
-        if not is_same(before[column], after[column]):
-            yield Finding(case_id, column, f"{show(before[column])} -> {show(after[column])}", True)
+    for column, change in changed(before, after, EXACT).items():
+        yield Finding(case_id, column, change, True)
     excuse = f" (noted only: {', '.join(moved)} changed)" if moved else ""
     if pd.isna(after["err_ratio"]):
         if _lost_ratio(before, after):  # no machine turns a ratio into nothing

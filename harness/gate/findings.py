@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,10 +25,15 @@ def rows_by_id(frame: pd.DataFrame) -> dict[str, CellRow]:
     return {row["case_id"]: row for row in frame.to_dict("records")}
 
 
-def is_same(before: Any, after: Any) -> bool:
-    if pd.isna(before) or pd.isna(after):
-        return bool(pd.isna(before) and pd.isna(after))
-    return bool(before == after)
+def lacking(frame: pd.DataFrame) -> list[str]:
+    """Columns of a baseline that the table does not have."""
+    return [name for name in BASELINE_COLUMNS if name not in frame.columns]
+
+
+def changed(before: CellRow, after: CellRow, columns: Sequence[str]) -> dict[str, str]:
+    """Both values in words, of the columns that are not the same; two that are missing are."""
+    a, b = ({name: None if pd.isna(row[name]) else row[name] for name in columns} for row in (before, after))
+    return {name: f"{show(a[name])} -> {show(b[name])}" for name in columns if a[name] != b[name]}
 
 
 def show(value: Any) -> str:

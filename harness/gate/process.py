@@ -112,7 +112,7 @@ class Process:
             data = os.read(self._output, CHUNK)
         except BlockingIOError:
             return
-        if not data and self._output >= 0:  # closed: asked again it would be readable for ever
+        if not data:  # closed: asked again it would be readable for ever
             os.close(self._output)
             self._output = os.open(os.devnull, os.O_RDONLY | os.O_NONBLOCK)
         self._said += data

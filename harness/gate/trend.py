@@ -134,8 +134,7 @@ def _hold_together(found: Sequence[Trend]) -> list[Trend]:
     if not p_values:
         return list(found)
     q_values = iter(false_discovery_control(np.array([*p_values, *[1.0] * quiet])))
-    kept = []
-    for trend in found:
-        changes = tuple(each for each in trend.changes if each.p_value is None or next(q_values) <= LEVEL)
-        kept.append(replace(trend, changes=changes))
-    return kept
+    return [
+        replace(trend, changes=tuple(each for each in trend.changes if each.p_value is None or next(q_values) <= LEVEL))
+        for trend in found
+    ]

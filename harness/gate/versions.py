@@ -75,15 +75,11 @@ def checked_out(revision: str, repository: Path | None = None) -> Iterator[Versi
             name = commit[:9] if commit.startswith(revision) else f"{revision} ({commit[:9]})"
             yield Version(name, (tree / prefix).resolve(), commit, False)
         finally:
-            _remove(repository, tree)
-
-
-def _remove(repository: Path, tree: Path) -> None:
-    """This worktree and no other: `prune` would also take the user's own whose disk is away."""
-    remove = ("worktree", "remove", "--force", "--force", str(tree))
-    if _ask_git(repository, *remove) is None:  # half made: git removes what is known of a folder that is gone
-        shutil.rmtree(tree, ignore_errors=True)
-        _ask_git(repository, *remove)
+            # This worktree and no other: `prune` would also take the user's own whose disk is away.
+            remove = ("worktree", "remove", "--force", "--force", str(tree))
+            if _ask_git(repository, *remove) is None:  # half made: git removes what is known of a folder that is gone
+                shutil.rmtree(tree, ignore_errors=True)
+                _ask_git(repository, *remove)
 
 
 def resolve(revision: str, repository: Path) -> str:
@@ -169,9 +165,8 @@ def _repository_variables() -> frozenset[str]:
 def _terminated_as_interrupt() -> Iterator[None]:
     """SIGTERM, and SIGHUP of a terminal that is closed, end Python at once and would leave the worktree behind; as an
     exception they do not."""
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        ours = []
+    known = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    ours = [number for number in known if signal.getsignal(number) == signal.SIG_DFL]
 
     def stop(number: int, frame: FrameType | None) -> Any:
         raise Terminated
