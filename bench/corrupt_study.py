@@ -146,7 +146,7 @@ def whole_run(folder: Path, chance: random.Random) -> list[Record]:
     records = [made_up(case, chance) for case in suite.cases]
     about = store.About(manifest, suite.source, environment.collect(1))
     with store.RunFolder.create(folder, suite.name, about=about) as run:
-        run.append_all(records)
+        run.append(*records)
     return records
 
 

@@ -33,24 +33,19 @@ if TYPE_CHECKING:
     from harness.variants.unified import UnifiedAttention as UnifiedAttention
 
 # Where each public name lives. Imported on first use: torch takes seconds, and `harness --help` must not wait for it.
-_HOMES = {
-    "assert_equivalent": "harness.cell.check",
-    "attention": "harness.kernels.front",
-    "check": "harness.cell.check",
-    "load": "harness.store.reading",
-    "replace_mha_with_eager": "harness.swaps",
-    "run": "harness.runner",
-    "swap": "harness.swaps",
-    "EagerMultiheadAttention": "harness.variants.dropin",
-    "EagerMultiheadAttentionWithInProj": "harness.variants.dropin",
-    "Equivalence": "harness.cell.rule",
-    "GroupedQueryAttention": "harness.variants.gqa",
-    "MultiHeadAttention": "harness.variants.gqa",
-    "MultiHeadLatentAttention": "harness.variants.mla",
-    "MultiQueryAttention": "harness.variants.gqa",
-    "SwapReport": "harness.swaps",
-    "UnifiedAttention": "harness.variants.unified",
+_NAMES = {
+    "harness.cell.check": ("assert_equivalent", "check"),
+    "harness.cell.rule": ("Equivalence",),
+    "harness.kernels.front": ("attention",),
+    "harness.runner": ("run",),
+    "harness.store.reading": ("load",),
+    "harness.swaps": ("SwapReport", "replace_mha_with_eager", "swap"),
+    "harness.variants.dropin": ("EagerMultiheadAttention", "EagerMultiheadAttentionWithInProj"),
+    "harness.variants.gqa": ("GroupedQueryAttention", "MultiHeadAttention", "MultiQueryAttention"),
+    "harness.variants.mla": ("MultiHeadLatentAttention",),
+    "harness.variants.unified": ("UnifiedAttention",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
 
 

@@ -42,9 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result: int = options.execute(options)
         sys.stdout.flush()
         return result
-    except BadInput as error:
-        print(f"harness: {error}", file=sys.stderr)
-        return BAD_INPUT
     except KeyboardInterrupt:
         print(
             "harness: interrupted; finished cases are in the run's records.jsonl (verify: in its verify.csv)",
@@ -54,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_output()
         return EQUAL
-    except OSError as error:  # a folder that cannot be written, a full disk: not a mismatch, so not exit 1
+    except (BadInput, OSError) as error:
+        # A folder that cannot be written, a full disk: not a mismatch, so not exit 1.
         print(f"harness: {error}", file=sys.stderr)
         return BAD_INPUT
     except Exception:

@@ -34,12 +34,9 @@ class Case:
     def case_id(self) -> str:
         """Readable and stable: baselines, records and seeds are keyed by it."""
         parts = [self.variant, f"e{self.embed_dim}", f"h{self.heads}"]
-        for prefix, value in (("kv", self.kv_heads), ("d", self.head_dim), ("q", self.q_lora_rank)):
-            if value is not None:
-                parts.append(f"{prefix}{value}")
-        for prefix, value in (("r", self.kv_lora_rank), ("rope", self.rope_head_dim), ("v", self.v_head_dim)):
-            if value is not None:
-                parts.append(f"{prefix}{value}")
+        sizes = {"kv": self.kv_heads, "d": self.head_dim, "q": self.q_lora_rank, "r": self.kv_lora_rank}
+        sizes |= {"rope": self.rope_head_dim, "v": self.v_head_dim}
+        parts += [f"{prefix}{size}" for prefix, size in sizes.items() if size is not None]
         if not self.bias:
             parts.append("nobias")
         parts += [f"l{self.seq_len}", f"b{self.batch}", self.mask, self.phase, self.dtype, self.kernel]

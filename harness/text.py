@@ -170,21 +170,15 @@ def configure(*, quiet: bool = False, verbose: bool = False) -> None:
 
 @contextmanager
 def progress(total: int, console: "Console") -> Iterator[Report]:
+    import rich.progress as bars
     from rich.markup import escape
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     if not console.is_terminal:
         yield _line_reporter(total, console)
         return
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+    columns = (bars.BarColumn(20), bars.MofNCompleteColumn(), bars.TimeElapsedColumn(), "left")
+    ends = (bars.TimeRemainingColumn(), bars.TextColumn("{task.description}"))
+    with bars.Progress(*columns, *ends, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda done, running: bar.update(task, completed=done, description=escape(running))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.cell.build import Pair, WatchedKernel, build_pair
+from harness.cell.build import Pair, WatchedKernel
 from harness.cell.draws import Draws, Jitter, draw, fast_path_off, golden_backend, plain_and_jittered
 from harness.cell.referee import outputs
 from harness.cell.regimes import Inputs, make_inputs
@@ -63,18 +63,12 @@ def difference(tally: Tally, q: Tensor, k: Tensor, v: Tensor, call: AttentionCal
     if not count.skipped:
         exact, words = call, "although nothing was skipped"
     elif choice is not None:
-        exact, words = _restricted(call, choice.shown()), "over the blocks that it kept"
+        exact, words = call.restricted(choice.shown()), "over the blocks that it kept"
     else:
         return None
     verdict = judge("out", out, *dense_draws((q, k, v), exact, jittered=False))
     # Without the jittered draws the noise floor is a low one: only what no rounding explains counts.
     return f"the kernel is not attention {words}: {verdict.reason}" if verdict.status == "mismatch" else None
-
-
-def _restricted(call: AttentionCall, shown: Tensor) -> AttentionCall:
-    if call.bias is not None:
-        return replace(call, mask=call.bias.masked_fill(~shown, -math.inf))
-    return replace(call, mask=shown if call.mask is None else shown & call.mask)
 
 
 @torch.no_grad()
@@ -141,10 +135,6 @@ class Closeness:
     wrong: str | None = None  # what differs from exact attention over the very blocks that it kept
     dense_ratio: Ratio | None = None  # latency over that of the dense kernel on the same inputs, in the same blocks
 
-    @property
-    def left_something_out(self) -> bool:
-        return self.blocks.skipped > 0 or self.blocks.pv_skipped > 0
-
     def as_dict(self) -> dict[str, Any]:
         """For the record: one level, by the names of the table's columns."""
         ratio = self.dense_ratio
@@ -178,7 +168,7 @@ class Approximation:
 
     @property
     def left_something_out(self) -> bool:
-        return any(closeness.left_something_out for closeness in self.regimes)
+        return any(c.blocks.skipped > 0 or c.blocks.pv_skipped > 0 for c in self.regimes)
 
     def verdict(self, limits: Accuracy) -> tuple[str, str | None]:
         """Limits are for what was left out: what was kept must be right however wide they are."""
@@ -228,9 +218,13 @@ def approximate(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Sto
     tally = pair.watch.kernel.tally
     if tally is None:
         raise ValueError(f"kernel {pair.watch.kernel.name} is approximate and counts nothing: it has no tally")
-    golden = pair.reference.in_float64()
+    golden, generator = pair.reference.in_float64(), torch.Generator().manual_seed(seed)
     closenesses, drawn = [], {}
-    for inputs, cotangent in _draw(pair, regimes, seed):
+    for regime in regimes:
+        inputs = make_inputs(pair.case, regime, generator, poison=pair.poison)
+        if inputs is None:
+            continue
+        cotangent = torch.randn(inputs.x.shape, generator=generator).to(inputs.x.dtype)
         tally.take()
         with fast_path_off(), stopwatch.running():
             with kept_blocks_checked(pair.watch) as wrong:
@@ -241,22 +235,8 @@ def approximate(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Sto
         if inputs.poisoned is not None:  # what the garbage itself gives is nobody's question
             c, g = c[~inputs.poisoned], g[~inputs.poisoned]
         mean = float((c.double() - g).abs().mean())
-        closenesses.append(Closeness(inputs.regime, Metrics.of(c, g), mean, blocks, wrong=next(iter(wrong), None)))
-        drawn[inputs.regime] = inputs
+        closenesses.append(Closeness(regime, Metrics.of(c, g), mean, blocks, wrong=next(iter(wrong), None)))
+        drawn[regime] = inputs
     if not closenesses:
         raise ArithmeticError(f"none of {', '.join(regimes)} applies to this cell")
     return Approximation(tuple(closenesses), drawn)
-
-
-def _draw(pair: Pair, regimes: Sequence[str], seed: int) -> Iterator[tuple[Inputs, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    poison = float("nan") if pair.watch.kernel.shielded else None
-    for regime in regimes:
-        inputs = make_inputs(pair.case, regime, generator, poison=poison)
-        if inputs is not None:
-            yield inputs, torch.randn(inputs.x.shape, generator=generator).to(inputs.x.dtype)
-
-
-def dense_pair(pair: Pair, seed: int) -> Pair:
-    """The same cell with the same weights around the dense kernel."""
-    return build_pair(pair.case, find_kernel(DENSE), seed)

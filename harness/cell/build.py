@@ -69,6 +69,11 @@ class Pair:
         return sum(module.calls for module in self.swap_report.swapped)
 
     @property
+    def poison(self) -> float | None:
+        """Of hidden tokens in the poison regime: NaN for kernels that promise not to leak; None: finite garbage."""
+        return float("nan") if self.watch.kernel.shielded else None
+
+    @property
     def compares_weights(self) -> bool:
         # torch's MHA gives NaN weights for dead rows where our policy is 0: those cells compare outputs alone.
         both = self.reference.gives_weights and self.candidate.gives_weights

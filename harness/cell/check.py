@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered
+from harness.cell.draws import Jitter, draw, fast_path_off, plain_and_jittered
 from harness.cell.rule import Equivalence, TensorVerdict, judge
 
 Function = Callable[..., Any]
@@ -55,7 +56,10 @@ def check(
         c = runner.run(candidate, arguments, written)
     names = [name for name in expected if name in c or not name.startswith(PARAMETER)]
     extra = [name for name in c if name not in expected and not name.startswith(PARAMETER)]
-    verdicts = [_verdict(name, c.get(name), draws) for name in names]
+    verdicts = []
+    for name in names:
+        of_name = draws.map(itemgetter(name))
+        verdicts.append(judge(name, c.get(name), *of_name, regime="given", is_gradient=name.startswith("grad ")))
     verdicts += [TensorVerdict(name, "given", "mismatch", "the reference has none") for name in extra]
     verdicts += [TensorVerdict(f"input {name}", "given", "mismatch", "was written into") for name in written]
     return Equivalence(tuple(verdicts))
@@ -78,11 +82,6 @@ def _refuse_other_outputs(outputs: Mapping[str, Any]) -> None:
             raise ValueError(f"the reference's {name} is {kind}: outputs must be floating-point tensors, in one level")
     if not outputs:
         raise ValueError("the reference returned nothing: there is nothing to compare")
-
-
-def _verdict(name: str, candidate: Any, draws: Draws[dict[str, Any]]) -> TensorVerdict:
-    of_name = draws.map(lambda outputs: outputs[name])
-    return judge(name, candidate, *of_name, regime="given", is_gradient=name.startswith("grad "))
 
 
 def _named(inputs: Any) -> dict[str, Any]:
@@ -118,7 +117,8 @@ class _Runner:
         with torch.set_grad_enabled(self.gradients):
             named = _outputs(function(*positional, **keyword))
         if written is not None:
-            written += [key for key, value in values.items() if _is_real(value) and not _same(leaves[key], value)]
+            real = [key for key, value in values.items() if _is_real(value)]
+            written += [k for k in real if not torch.allclose(leaves[k], values[k], rtol=0, atol=0, equal_nan=True)]
         if not self.gradients:
             return named
         outputs = {key: out.detach() if isinstance(out, Tensor) else out for key, out in named.items()}
@@ -140,10 +140,6 @@ class _Runner:
             allow_unused=True,
         )
         return {f"grad {key}": gradient for key, gradient in zip(wanted, gradients, strict=True)}
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _outputs(result: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def dropout(probe: Probe) -> CheckResult | None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(probe.seed)
         out = question.ask(probe.kernel, dropout_p=DROPOUT).double()
-    weights = _weights(question)  # (B, H, L, S), of float64
+    weights: Tensor = question.in_float64().ask("eager", return_weights=True)[1]  # (B, H, L, S)
     padded = torch.nn.functional.pad(weights, (0, -S % D_v)).unflatten(-1, (-1, D_v))
     squares = padded.square().sum(-2)  # (B, H, L, D_v)
     u = torch.finfo(question.v.dtype).eps
@@ -149,11 +149,6 @@ class _Spy(TorchFunctionMode):
         if any(part in name for part in TORCHS_OWN):
             self.seen.add(name)
         return func(*args, **(kwargs or {}))
-
-
-def _weights(question: Question) -> Tensor:
-    weights: Tensor = question.in_float64().ask("eager", return_weights=True)[1]
-    return weights
 
 
 def _gradients(probe: Probe, question: Question, dead: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -13,12 +13,13 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 from harness.case import Case
 from harness.cell import record_of
-from harness.cell.approximate import Approximation, approximate, dense_pair
+from harness.cell.approximate import DENSE, Approximation, approximate
 from harness.cell.build import ContractBroken, Pair, Side, build_pair
 from harness.cell.referee import compare_pair, run_steps, train_step
 from harness.cell.rule import Equivalence
 from harness.cell.timing import Stopwatch, interleave, paired_ratio
 from harness.kernels.call import Kernel, Unsupported
+from harness.kernels.front import find_kernel
 from harness.kernels.plugin import told
 from harness.record import Record
 from harness.suite.schema import Accuracy, Timing
@@ -70,13 +71,11 @@ def measure(
         record = replace(record, status="unsupported", error=str(refusal))
     except ContractBroken as broken:
         record = replace(record, status="mismatch", error=str(broken))
-    except MemoryError as failure:
-        record = replace(record, status="oom", error=_describe(failure))
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # someone's unfinished code: whatever it raises is its row
         message = _describe(failure)
-        is_oom = any(text in message for text in OUT_OF_MEMORY)
+        is_oom = isinstance(failure, MemoryError) or any(text in message for text in OUT_OF_MEMORY)
         record = replace(record, status="oom" if is_oom else "error", error=message)
     return replace(record, seconds=time.perf_counter() - started, measured_seconds=stopwatch.seconds)
 
@@ -169,7 +168,7 @@ def _time_approximate(
     if not xs:
         return {}
     worst = close.worst.regime if close.worst.regime in xs else next(iter(xs))
-    dense = dense_pair(pair, seed)
+    dense = build_pair(pair.case, find_kernel(DENSE), seed)  # with the same weights
     pair.watch.checking = dense.watch.checking = False
     calls = {f"candidate {regime}": _call_on(pair, pair.candidate, x) for regime, x in xs.items()}
     calls |= {"dense": _call_on(dense, dense.candidate, xs[worst])}

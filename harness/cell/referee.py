@@ -186,8 +186,7 @@ class ShadowReferee(Referee):
 
 
 def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
-    poison = float("nan") if pair.watch.kernel.shielded else None
-    referee = Referee(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
+    referee = Referee(pair, regimes, seed=seed, poison=pair.poison, stopwatch=stopwatch)
     verdicts = tuple(referee.examine(pair))
     if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
         raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
@@ -204,7 +203,9 @@ def source_of(pair: Pair, name: str) -> WeightSource:
 def outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
     """Everything this phase compares, by name."""
     if pair.case.phase == "train":
-        return _train_outputs(side, x, cotangent)
+        out, gradients = train_step(side, x, cotangent)
+        names = ["x", *(name for name, _ in side.module.named_parameters())]
+        return {"out": out.detach()} | {f"grad {name}": g for name, g in zip(names, gradients, strict=True)}
     with torch.no_grad():
         if pair.case.phase == "decode":
             return {"out": run_steps(pair, side, x)[0]}
@@ -231,9 +232,3 @@ def train_step(side: Side, x: Tensor, cotangent: Tensor) -> tuple[Tensor, tuple[
         leaves = (leaf, *side.module.parameters())
         # A kernel that cuts the graph gives no gradient: that is a gradient of 0, and judged as one.
         return out, torch.autograd.grad(out, leaves, cotangent, materialize_grads=True)
-
-
-def _train_outputs(side: Side, x: Tensor, cotangent: Tensor) -> dict[str, Any]:
-    out, gradients = train_step(side, x, cotangent)
-    names = ["x", *(name for name, _ in side.module.named_parameters())]
-    return {"out": out.detach()} | {f"grad {name}": g for name, g in zip(names, gradients, strict=True)}

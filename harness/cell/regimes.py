@@ -14,29 +14,6 @@ SMOOTH_OVER = 6.0  # tokens along each axis over which a smooth field stays much
 WAVES = 64
 
 
-def _plain(noise: Tensor, _: torch.Generator) -> Tensor:
-    return noise
-
-
-def _peaked(noise: Tensor, _: torch.Generator) -> Tensor:
-    """Logits in the tens: the softmax becomes one-hot, and exp overflows without the max subtraction."""
-    return 6 * noise
-
-
-def _offset(noise: Tensor, _: torch.Generator) -> Tensor:
-    """A common offset: scores are large and nearly equal, so rounded scores show."""
-    return noise + 8
-
-
-def _tiny(noise: Tensor, _: torch.Generator) -> Tensor:
-    return 1e-3 * noise
-
-
-def _wide(noise: Tensor, generator: torch.Generator) -> Tensor:
-    """Tokens over three orders of magnitude."""
-    return noise * 10 ** (3 * torch.rand(*noise.shape[:2], 1, generator=generator) - 2)
-
-
 def _locally_smooth(noise: Tensor, generator: torch.Generator) -> Tensor:
     """Tokens of a video: a smooth random field over time, height and width, and a little noise.
 
@@ -77,12 +54,15 @@ def _text_like(noise: Tensor, generator: torch.Generator) -> Tensor:
 
 
 SHAPES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "plain": _plain,
-    "peaked": _peaked,
-    "offset": _offset,
-    "tiny": _tiny,
-    "wide": _wide,
-    "poison": _plain,
+    "plain": lambda noise, _: noise,
+    # Logits in the tens: the softmax becomes one-hot, and exp overflows without the max subtraction.
+    "peaked": lambda noise, _: 6 * noise,
+    # A common offset: scores are large and nearly equal, so rounded scores show.
+    "offset": lambda noise, _: noise + 8,
+    "tiny": lambda noise, _: 1e-3 * noise,
+    # Tokens over three orders of magnitude.
+    "wide": lambda noise, draw: noise * 10 ** (3 * torch.rand(*noise.shape[:2], 1, generator=draw) - 2),
+    "poison": lambda noise, _: noise,
     "locally_smooth": _locally_smooth,
     "text_like": _text_like,
 }

@@ -62,11 +62,6 @@ def changed(before: dict[str, Any], keep: Collection[str] = ()) -> list[str]:
     return settings + [name for name, is_left in LEFTOVERS.items() if is_left()]
 
 
-def _device(_: object) -> None:
-    # Unset, not set to the old one: set_default_device leaves a mode behind that slows every call.
-    torch.set_default_device(None)
-
-
 def _deterministic() -> tuple[bool, bool, bool]:
     fills: Any = torch.utils.deterministic
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -160,10 +155,6 @@ def _set_warnings(value: list[Any]) -> None:
     warnings._filters_mutated()  # type: ignore[attr-defined]  # as catch_warnings does: the filters are cached
 
 
-def _signals() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in SIGNALS}
-
-
 def _set_signals(value: dict[int, Any]) -> None:
     for number, handler in value.items():
         # A handler that is None was not installed by Python, so Python cannot put it back.
@@ -173,10 +164,6 @@ def _set_signals(value: dict[int, Any]) -> None:
 
 def _affinity() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-
-
-def _streams() -> tuple[Any, Any, Any]:
-    return sys.stdin, sys.stdout, sys.stderr
 
 
 def _set_streams(value: tuple[Any, Any, Any]) -> None:
@@ -202,7 +189,8 @@ def _has_busy_thread() -> bool:
 
 
 SETTINGS = (
-    Setting("default device", torch.get_default_device, _device),
+    # Unset, not set to the old one: set_default_device leaves a mode behind that slows every call.
+    Setting("default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("threads", torch.get_num_threads, torch.set_num_threads),
     Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -223,10 +211,10 @@ SETTINGS = (
     Setting("environment", lambda: dict(os.environ), _set_environment),
     Setting("sys.path", lambda: list(sys.path), _set_path),
     Setting("warnings", lambda: list(warnings.filters), _set_warnings),
-    Setting("signal handlers", _signals, _set_signals),
+    Setting("signal handlers", lambda: {number: signal.getsignal(number) for number in SIGNALS}, _set_signals),
     Setting("timers", _has_alarm, lambda _: signal.setitimer(signal.ITIMER_REAL, 0)),
     Setting("CPU affinity", _affinity, lambda value: os.sched_setaffinity(0, value)),
-    Setting("standard streams", _streams, _set_streams),
+    Setting("standard streams", lambda: (sys.stdin, sys.stdout, sys.stderr), _set_streams),
     Setting("garbage collector", lambda: (gc.isenabled(), gc.get_threshold()), _set_collector),
     Setting("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
 )

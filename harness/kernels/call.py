@@ -4,6 +4,7 @@ An approximate kernel counts how much of its work each call left out; the counts
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
@@ -123,6 +124,12 @@ class AttentionCall:
         """The float mask, if there is one."""
         return self.mask if self.mask is not None and self.mask.is_floating_point() else None
 
+    def restricted(self, shown: Tensor) -> "AttentionCall":
+        """The same call in which a query sees of the keys only those that are `shown`: bool, (B, H, L, S)."""
+        if self.bias is not None:
+            return dataclasses.replace(self, mask=self.bias.masked_fill(~shown, float("-inf")))
+        return dataclasses.replace(self, mask=shown if self.mask is None else shown & self.mask)
+
     def needs_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         leaves = (q, k, v, self.mask, self.sinks)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
@@ -146,12 +153,7 @@ class AttentionCall:
         if self.mask is not None:
             # A key at -inf is blocked, not merely unlikely: rows of -inf only are dead rows.
             parts.append(self.mask != float("-inf") if self.mask.is_floating_point() else self.mask)
-        if not parts:
-            return None
-        visible = parts[0]
-        for part in parts[1:]:
-            visible = visible & part
-        return visible
+        return functools.reduce(operator.and_, parts) if parts else None
 
 
 def four_dims(mask: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ GRAPHS = 64  # of one function: dtypes, absent arguments, sizes of 1, with and w
 
 
 def compiled_by_torch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """With few graphs for many shapes; Unsupported where there is no working compiler."""
-    graph = torch.compile(function, dynamic=True, fullgraph=True)
+    """With few graphs for many shapes; Unsupported where there is no working compiler. Made at the first call."""
+    graph = functools.cache(lambda: torch.compile(function, dynamic=True, fullgraph=True))
 
     def run(*arguments: Any) -> Tensor:
         with _few_graphs(), refusing_without_compiler():
-            return graph(*arguments)
+            return graph()(*arguments)
 
     return run
 
@@ -52,16 +52,12 @@ def refusing_without_compiler() -> Iterator[None]:
 
     try:
         yield
-    except (InvalidCxxCompiler, CppCompileError) as error:
-        raise Unsupported(_why(error)) from error
-    except (BackendCompilerFailed, InductorError) as error:
-        if not any(name in str(error) for name in ("InvalidCxxCompiler", "CppCompileError", "No working C++ compiler")):
+    except (InvalidCxxCompiler, CppCompileError, BackendCompilerFailed, InductorError) as error:
+        signs = ("InvalidCxxCompiler", "CppCompileError", "No working C++ compiler")
+        if not any(sign in f"{type(error).__name__} {error}" for sign in signs):
             raise
-        raise Unsupported(_why(error)) from error
-
-
-def _why(error: Exception) -> str:
-    return f"torch.compile needs a working C++ compiler (CXX): {' '.join(str(error).split())[:300]}"
+        why = " ".join(str(error).split())[:300]
+        raise Unsupported(f"torch.compile needs a working C++ compiler (CXX): {why}") from error
 
 
 def plain(t: Tensor) -> Tensor:
@@ -84,7 +80,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tens
         """From what broadcasts to (B, H, L, S) to one row for each row of the products."""
         return plain(t.expand(B, H, L, t.shape[-1]).reshape(B * H_kv, H // H_kv * L, t.shape[-1]))
 
-    out = _graph()(
+    out = _lines(
         rows(q.to(wide)),
         *(plain(t.to(wide).flatten(0, 1)) for t in (k, v)),  # (B*H_kv, S, D)
         torch.tensor(call.scale, dtype=wide, device=q.device),
@@ -96,6 +92,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tens
     return out.view(B, H, L, D_v).to(dtype), None
 
 
+@compiled_by_torch
 def _lines(
     q: Tensor,
     k: Tensor,
@@ -120,11 +117,6 @@ def _lines(
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
     return weights @ v
-
-
-@functools.cache
-def _graph() -> Callable[..., Tensor]:
-    return compiled_by_torch(_lines)
 
 
 KERNEL = Kernel("compiled", compiled)

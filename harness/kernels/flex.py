@@ -5,7 +5,6 @@ scores, so without a C++ compiler it is refused.
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,15 +20,14 @@ def flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, 
     _refuse(q, k, v, call)
     (B, H, L, _), (H_kv, S) = q.shape, k.shape[1:3]
     tensor = functools.partial(torch.tensor, device=q.device)
-    mask = None
+    mask, allowed = None, call.allowed(q, k)
     if call.mask is not None:
-        bias = call.bias if call.bias is not None else torch.zeros((), device=q.device)
-        allowed = call.allowed(q, k)
         assert allowed is not None
+        bias = call.bias if call.bias is not None else torch.zeros((), device=q.device)
         mask = plain(bias.float().masked_fill(~allowed, float("-inf")).expand(B, H, L, S))
     left, right = call.reach
     starts = call.q_start if isinstance(call.q_start, Tensor) else tensor(call.q_start).expand(B)
-    out = _graph()(
+    out = _lines(
         plain(q),
         _with_room(k),
         plain(v),
@@ -41,9 +39,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, 
         None if call.softcap is None else tensor(call.softcap, dtype=torch.float32),
         H_kv < H,
     )
-    if call.hides:
-        allowed = call.allowed(q, k)
-        assert allowed is not None
+    if allowed is not None:
         out = out.masked_fill(~allowed.any(-1, keepdim=True), 0.0)  # rows that see nothing
     return out, None
 
@@ -72,6 +68,7 @@ def _with_room(k: Tensor) -> Tensor:
     return room[:, :, :S]
 
 
+@compiled_by_torch
 def _lines(
     q: Tensor,
     k: Tensor,
@@ -100,11 +97,6 @@ def _lines(
     out = flex_attention(q, k, v, change, scale=1.0, enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out
-
-
-@functools.cache
-def _graph() -> Callable[..., Tensor]:
-    return compiled_by_torch(_lines)
 
 
 KERNEL = Kernel("flex", flex, delegates=True)

@@ -65,8 +65,6 @@ class KernelOption:
         if self.kind is bool:
             return {"0": False, "1": True, "false": False, "true": True}[text.lower()]
         value: Value = self.kind(text)
-        if self.kind is str:
-            return value
         number = float(value)
         if not self.low <= number <= self.high or (self.above and number == self.low):  # NaN is never within
             raise ValueError(text)
@@ -76,8 +74,6 @@ class KernelOption:
     def rule(self) -> str:
         if self.kind is bool:
             return "must be 0 or 1"
-        if self.kind is str:
-            return "must be text"
         kind = "a whole number" if self.kind is int else "a number"
         if math.isinf(self.high):
             least = f" above {self.low:g}" if self.above else f" of at least {self.low:g}"

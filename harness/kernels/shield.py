@@ -26,11 +26,7 @@ def _is_clean(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
     differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     looked_at = (q, k, v, out) if differentiates else (out,)
     # The sum is finite only if all are; an overflowing sum merely takes the careful way.
-    return all(bool(torch.isfinite(t.detach().sum(dtype=_wide(t)))) for t in looked_at)
-
-
-def _wide(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)
+    return all(bool(t.detach().sum(dtype=torch.promote_types(t.dtype, torch.float32)).isfinite()) for t in looked_at)
 
 
 def _run_cleaned(

@@ -1,54 +1,32 @@
 """The run's folder. `records.jsonl` is the truth, appended and synced case by case; tables are derived from it."""
 
-from harness.errors import StoreError
-from harness.store.files import claim, new_folder, slug, write_atomically
-from harness.store.folder import LATEST, RunFolder
-from harness.store.manifest import (
-    COMPARED,
-    CONFIG,
-    ENVIRONMENT,
-    MANIFEST,
-    About,
-    Manifest,
-    code_sha256,
-    read_environment,
-    sha256,
-    take_shard,
-    write_config,
-    write_environment,
-)
-from harness.store.reading import CSV, PARQUET, Stored, dtype, load, read, read_records, some, table, write_tables
-from harness.store.records import RECORDS
-
-__all__ = [
-    "COMPARED",
-    "CONFIG",
-    "CSV",
-    "ENVIRONMENT",
-    "LATEST",
-    "MANIFEST",
-    "PARQUET",
-    "RECORDS",
-    "About",
-    "Manifest",
-    "RunFolder",
-    "StoreError",
-    "Stored",
-    "claim",
-    "code_sha256",
-    "dtype",
-    "load",
-    "new_folder",
-    "read",
-    "read_environment",
-    "read_records",
-    "sha256",
-    "slug",
-    "some",
-    "table",
-    "take_shard",
-    "write_atomically",
-    "write_config",
-    "write_environment",
-    "write_tables",
-]
+from harness.errors import StoreError as StoreError
+from harness.store.files import claim as claim
+from harness.store.files import new_folder as new_folder
+from harness.store.files import slug as slug
+from harness.store.files import write_atomically as write_atomically
+from harness.store.folder import LATEST as LATEST
+from harness.store.folder import RunFolder as RunFolder
+from harness.store.manifest import COMPARED as COMPARED
+from harness.store.manifest import CONFIG as CONFIG
+from harness.store.manifest import ENVIRONMENT as ENVIRONMENT
+from harness.store.manifest import MANIFEST as MANIFEST
+from harness.store.manifest import About as About
+from harness.store.manifest import Manifest as Manifest
+from harness.store.manifest import code_sha256 as code_sha256
+from harness.store.manifest import read_environment as read_environment
+from harness.store.manifest import sha256 as sha256
+from harness.store.manifest import take_shard as take_shard
+from harness.store.manifest import write_config as write_config
+from harness.store.manifest import write_environment as write_environment
+from harness.store.reading import CSV as CSV
+from harness.store.reading import PARQUET as PARQUET
+from harness.store.reading import Stored as Stored
+from harness.store.reading import dtype as dtype
+from harness.store.reading import load as load
+from harness.store.reading import read as read
+from harness.store.reading import read_records as read_records
+from harness.store.reading import some as some
+from harness.store.reading import table as table
+from harness.store.reading import write_tables as write_tables
+from harness.store.records import RECORDS as RECORDS

@@ -95,12 +95,10 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / LOCK
         handle = _acquire(self.path)
-        self._release = weakref.finalize(self, _release, self.path, handle, os.getpid())
+        self.release = weakref.finalize(self, _release, self.path, handle, os.getpid())
         os.ftruncate(handle, 0)
-        os.write(handle, _owner().encode(errors="backslashreplace"))
-
-    def release(self) -> None:
-        self._release()
+        owner = f"pid {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        os.write(handle, f"{owner}: {shlex.join(sys.argv)}\n".encode(errors="backslashreplace"))
 
 
 def _acquire(path: Path) -> int:
@@ -131,10 +129,3 @@ def _release(path: Path, handle: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child that ends must not remove its parent's lock
         path.unlink(missing_ok=True)
     os.close(handle)
-
-
-def _owner() -> str:
-    started = datetime.now(UTC)
-    return (
-        f"pid {os.getpid()} on {socket.gethostname()}, since {started:%Y-%m-%d %H:%M:%S} UTC: {shlex.join(sys.argv)}\n"
-    )

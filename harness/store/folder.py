@@ -1,9 +1,7 @@
 """The folder of a run while it is being written: made or gone on with, locked, appended to."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 from harness.errors import StoreError
 from harness.record import Record
@@ -76,11 +74,8 @@ class RunFolder:
             raise
         return cls(path, lock, Writer(path / RECORDS), tuple(finished))
 
-    def append(self, record: Record) -> None:
-        """On disk when this returns: one line, synced."""
-        self.writer.append([record])
-
-    def append_all(self, records: Sequence[Record]) -> None:
+    def append(self, *records: Record) -> None:
+        """On disk when this returns: a line each, synced."""
         self.writer.append(records)
 
     def close(self) -> None:
@@ -89,9 +84,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 

@@ -65,7 +65,9 @@ class Manifest:
             return None
         if self.command is None:
             return f"harness.run(..., out={str(folder)!r}, resume=True{', retry=True' * retry})"
-        return shlex.join([*_program(), *self.command, "--resume", *["--retry"] * retry, "--out", str(folder)])
+        # As this shell would start harness: its environment need not be active.
+        program = ["harness"] if shutil.which("harness") else [sys.executable, "-m", "harness"]
+        return shlex.join([*program, *self.command, "--resume", *["--retry"] * retry, "--out", str(folder)])
 
 
 def take_shard(items: Sequence[T], shard: tuple[int, int] | None) -> tuple[T, ...]:
@@ -76,11 +78,6 @@ def take_shard(items: Sequence[T], shard: tuple[int, int] | None) -> tuple[T, ..
     if not 1 <= index <= count:
         raise BadInput(f"shard {index}/{count}: must be 1/{count} to {count}/{count}")
     return tuple(items[index - 1 :: count])
-
-
-def _program() -> list[str]:
-    """How this shell would start harness: its environment need not be active."""
-    return ["harness"] if shutil.which("harness") else [sys.executable, "-m", "harness"]
 
 
 def sha256(text: str) -> str:
@@ -164,7 +161,7 @@ def _decode(data: dict[str, Any]) -> Manifest:
         if not isinstance(data[name], str):
             raise TypeError(f"{name} must be text")
     kernels = data["kernels"]
-    if type(data["seed"]) is not int or not isinstance(kernels, dict) or not all(map(_is_text, kernels.values())):
+    if type(data["seed"]) is not int or not isinstance(kernels, dict) or {*map(type, kernels.values())} - {str}:
         raise TypeError("seed must be a number, kernels must be texts by name")
     checked = {
         "shard": _shard(data["shard"]),
@@ -176,12 +173,8 @@ def _decode(data: dict[str, Any]) -> Manifest:
     return Manifest(**{name: data[name] for name in names} | checked)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list) or not all(map(_is_text, values)):
+    if not isinstance(values, list) or {*map(type, values)} - {str}:
         raise TypeError(f"must be a list of texts, not {values!r:.60}")
     return tuple(values)
 

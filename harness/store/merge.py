@@ -17,14 +17,15 @@ def merge(out: Path, folders: Sequence[Path], *, partial: bool = False, even_if_
     if not folders:
         raise StoreError("nothing to merge: name the folders of its parts")
     parts = [(Path(folder), About.read(folder)) for folder in folders]
-    changes = _unlike(parts)
+    (first, base), *others = parts
+    changes = [f"{first} -> {folder}: {change}" for folder, about in others for change in differences(base, about)]
     if changes and not even_if_changed:
         shown = "\n  ".join(changes)
         raise StoreError(f"these are not parts of one run:\n  {shown}\nmerge like ones, or add --even-if-changed")
     lines = [_lines(folder, about) for folder, about in parts]
     _refuse_overlap(lines)
     manifest = replace(
-        parts[0][1].manifest,
+        base.manifest,
         kernels={name: origin for _, about in parts for name, origin in about.manifest.kernels.items()},
         shard=None,
         case_ids=tuple(dict.fromkeys(case_id for _, about in parts for case_id in about.manifest.case_ids)),
@@ -43,14 +44,9 @@ def merge(out: Path, folders: Sequence[Path], *, partial: bool = False, even_if_
             f"together they have {whole}; missing: {some(missing)}{_absent(parts)}\n"
             "finish those parts and name them all, or add --partial"
         )
-    about = About(manifest, parts[0][1].config, parts[0][1].environment)
+    about = About(manifest, base.config, base.environment)
     with RunFolder.create(Path(out), manifest.suite, about=about) as folder:
-        folder.append_all([line.record for part in lines for line in part])
-
-
-def _unlike(parts: Sequence[tuple[Path, About]]) -> list[str]:
-    (first, base), *others = parts
-    return [f"{first} -> {folder}: {change}" for folder, about in others for change in differences(base, about)]
+        folder.append(*(line.record for part in lines for line in part))
 
 
 def _lines(folder: Path, about: About) -> list[Line]:

@@ -106,9 +106,7 @@ def refuse_twice(folders: Sequence[Path]) -> None:
 def labels(folders: Sequence[Path]) -> list[str]:
     """The folders' names, or their paths where two have the same name."""
     names = [folder.resolve().name for folder in folders]
-    if len(set(names)) == len(names):
-        return names
-    return [str(folder) for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def dtype(column: str) -> str:

@@ -20,8 +20,6 @@ from harness.record import STATUSES, Record
 RECORDS = "records.jsonl"
 # Strict JSON knows no non-finite number, yet an infinite error is a result.
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
-# The types that are columns of a table; the others are containers.
-SCALARS = (int, float, str, bool)
 CRC = "crc32"
 REMEDY = "remove this line, and --resume measures its case again"
 SEAL_BYTES = len(',"crc32":"00000000"}')
@@ -126,8 +124,8 @@ def _decode(name: str, value: Any, place: str) -> Any:
     kind = TYPES[name]
     if value is None and name in OPTIONAL:
         return None
-    if kind not in SCALARS:
-        if isinstance(value, get_origin(kind)):
+    if (container := get_origin(kind)) is not None:
+        if isinstance(value, container):
             return _restore(value)
     elif kind is float:
         if isinstance(value, str) and value in NON_FINITE:

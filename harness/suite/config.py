@@ -160,7 +160,7 @@ def _validate(data: Any, origin: _Origin, folder: Path | None) -> Document:
     if document.grid is None and ("grid" in given or not document.include):
         rule = "must be a mapping of axes" if "grid" in given else "required key is missing (or give include)"
         raise ConfigError(origin.problem(rule, ("grid",)))
-    if document.equivalence == "approximate" and document.accuracy.is_empty:
+    if document.equivalence == "approximate" and document.accuracy == Accuracy():
         rule = "required with equivalence: approximate, with at least one of rel_l1, cosine, rmse, max_abs"
         problem = origin.problem(rule, ("accuracy",))
         if "accuracy" not in given:  # then the line is that of the key which asks for it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
 from harness.case import DTYPES, PHASES
@@ -22,7 +22,6 @@ from harness.variants.specs import VARIANTS
 REGIMES = ("plain", "peaked", "offset", "tiny", "wide", "poison")
 # Inputs as models see them: what an approximate kernel may leave out depends on them. Only where a config asks.
 STRUCTURES = ("locally_smooth", "text_like")
-EQUIVALENCES = ("exact", "approximate")
 
 T = TypeVar("T")
 
@@ -128,10 +127,6 @@ def resolve_kernel(value: Any, folder: Path | None) -> str:
     raise _broken(f"there is no file {show(place)} in {looked}")
 
 
-def _kernel(value: Any, info: ValidationInfo) -> str:
-    return resolve_kernel(value, info.context)
-
-
 Axis = Annotated[tuple[T, ...], BeforeValidator(_as_tuple), AfterValidator(_no_repeats)]
 Text = Annotated[str, _check(lambda value: type(value) is str, "must be text; put it in quotes")]
 Flag = Annotated[bool, _check(lambda value: type(value) is bool, "must be true or false")]
@@ -173,18 +168,13 @@ def _bytes(value: Any) -> int:
     return size
 
 
-Seconds = Annotated[float, _seconds(600)]
-CaseSeconds = Annotated[float, _seconds(7 * 24 * 3600)]
-Bytes = Annotated[int, BeforeValidator(_bytes)]
-
-
 @dataclass(frozen=True)
 class Timing:
     """How long each case is timed: blocks of interleaved pairs until the budget is spent."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     enabled: Flag = True
-    budget_s: Seconds = 0.5
+    budget_s: Annotated[float, _seconds(600)] = 0.5
     min_blocks: Blocks = 11
     max_blocks: Blocks = 101
 
@@ -194,8 +184,9 @@ class Limits:
     """What one case may take; beyond it the case ends as `timeout` or `oom`, and the next goes on."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    timeout_s: CaseSeconds = 600.0
-    max_memory: Bytes | None = None  # of its whole process; None: 80 % of the machine's, shared among the workers
+    timeout_s: Annotated[float, _seconds(7 * 24 * 3600)] = 600.0
+    # Of its whole process; None: 80 % of the machine's, shared among the workers.
+    max_memory: Annotated[int, BeforeValidator(_bytes)] | None = None
 
 
 def _limit(most: float) -> BeforeValidator:
@@ -212,10 +203,6 @@ class Accuracy:
     cosine: Annotated[float, _limit(1)] | None = None  # at least
     rmse: Annotated[float, _limit(1e6)] | None = None  # at most
     max_abs: Annotated[float, _limit(1e6)] | None = None  # at most
-
-    @property
-    def is_empty(self) -> bool:
-        return self == Accuracy()
 
 
 class Closed(BaseModel):
@@ -238,7 +225,7 @@ class Grid(Closed):
     phase: Axis[Annotated[str, _one_of("phase", PHASES)]] = ("prefill",)
     dtype: Axis[Annotated[str, _one_of("dtype", DTYPES)]] = ("float32",)
     batch: Axis[Annotated[int, _whole(1, 65_536)]] = (1,)
-    kernel: Axis[Annotated[str, BeforeValidator(_kernel)]] = ("eager",)
+    kernel: Axis[Annotated[str, BeforeValidator(lambda value, info: resolve_kernel(value, info.context))]] = ("eager",)
 
     def axes(self) -> dict[str, tuple[Any, ...]]:
         return {axis: getattr(self, axis) for axis in AXES}
@@ -261,7 +248,7 @@ class Document(Closed):
     timing: Timing = Timing()
     limits: Limits = Limits()
     regimes: Axis[Annotated[str, _one_of("regime", (*REGIMES, *STRUCTURES))]] | None = None
-    equivalence: Annotated[str, _one_of("equivalence", EQUIVALENCES)] = "exact"
+    equivalence: Annotated[str, _one_of("equivalence", ("exact", "approximate"))] = "exact"
     accuracy: Accuracy = Accuracy()
     grid: Grid | None = None
     include: list[Grid] = []

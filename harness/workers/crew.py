@@ -130,8 +130,8 @@ class Crew:
             return []
         if worker not in self.busy:
             raise BrokenMessage("an answer to nothing")
-        if message.get("question") != worker.question:
-            raise BrokenMessage(f"an answer to {message.get('question')!r:.20} instead of {worker.question}")
+        if message.get("question") != worker.served:
+            raise BrokenMessage(f"an answer to {message.get('question')!r:.20} instead of {worker.served}")
         outcome = self._outcome(worker, answer=message)
         del self.busy[worker], self._late[worker]
         self.idle.append(worker)

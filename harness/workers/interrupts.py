@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 CALM = "\nstopping after the running case; Ctrl-C again stops at once"
@@ -35,9 +35,7 @@ class Interrupts:
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._put_back()
 
     def announce(self) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.case import Case
@@ -61,12 +61,8 @@ def failed(job: Job, status: str, error: str, seconds: float) -> Record:
     return record_of(job.case, status=status, error=error, seconds=seconds)
 
 
-def encode_job(job: Job) -> dict[str, Any]:
-    """Plain data, a part of a message; `decode_job` makes the same job of it."""
-    return asdict(job)
-
-
 def decode_job(data: dict[str, Any]) -> Job:
+    """The job of which `asdict`, a part of a message, made this plain data."""
     parts = {"case": Case(**data["case"]), "regimes": tuple(data["regimes"]), "timing": Timing(**data["timing"])}
     accuracy = None if data["accuracy"] is None else Accuracy(**data["accuracy"])
     return Job(**{**data, **parts, "accuracy": accuracy})

@@ -15,7 +15,7 @@ from harness.suite.schema import Limits
 from harness.workers.channel import BrokenMessage, read_record
 from harness.workers.crew import Crew, Outcome, Task
 from harness.workers.interrupts import Interrupts, Terminated
-from harness.workers.job import Job, encode_job, failed
+from harness.workers.job import Job, failed
 
 
 class Local:
@@ -51,7 +51,7 @@ class Local:
         return outcomes[0]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Record]:
-        crew, waiting = self._crew, deque(Task(job, {"job": encode_job(job)}) for job in jobs)
+        crew, waiting = self._crew, deque(Task(job, {"job": dataclasses.asdict(job)}) for job in jobs)
         timed = any(job.timing.enabled for job in jobs)
         with Interrupts(crew.strike) as interrupts:
             try:

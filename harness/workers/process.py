@@ -119,8 +119,7 @@ class Worker:
         self._gauge = Gauge(self._process.pid)
         self._kills_before = 0
         self.started = self.asked = time.monotonic()
-        self.served = 0  # how much it has been asked for since its start
-        self.question = 0  # its number: an answer gives it back
+        self.served = 0  # how much it has been asked for since its start: an answer gives back this number
         with contextlib.suppress(BrokenPipeError):  # already dead: whoever reads its messages will see
             send(self._jobs, {"path": sys.path, "python_path": python_path, "allowed": allowed})
 
@@ -140,12 +139,11 @@ class Worker:
         if not self.is_alive:
             return False
         try:
-            send(self._jobs, {**message, "question": self.question + 1})
+            send(self._jobs, {**message, "question": self.served + 1})
         except BrokenPipeError:
             return False
         self.asked = time.monotonic()
         self.served += 1
-        self.question += 1
         return True
 
     def read_messages(self) -> Iterator[dict[str, Any]] | None:

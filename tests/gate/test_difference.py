@@ -282,7 +282,7 @@ def test_an_incomplete_run_is_not_called_equal(tmp_path: Path, capsys):
     plan = tuple(one.case_id for one in planned)
     manifest = store.Manifest("smoke", store.sha256(""), "0", 0, {}, None, plan, ("run", "smoke"))
     with store.RunFolder.create(part, "smoke", about=store.About(manifest, "", HERE)) as folder:
-        folder.append_all(planned[:1])
+        folder.append(*planned[:1])
     assert main(["compare", str(whole), str(part)]) == 0
     assert "B part: INCOMPLETE, 1 cell: 1 ok; 2 missing" in " ".join(capsys.readouterr().out.split())
     write_own_page(part, read_run(part).frame)

@@ -141,7 +141,7 @@ def test_thousands_of_cells_stay_short():
 
 def test_a_stored_run_is_shown_and_left_alone(tmp_path: Path, capsys):
     with store.RunFolder.create(tmp_path / "run", "smoke") as folder:
-        folder.append_all([record(phase="decode"), record("gqa", phase="decode", seconds=2.0, measured_seconds=1.0)])
+        folder.append(record(phase="decode"), record("gqa", phase="decode", seconds=2.0, measured_seconds=1.0))
     store.write_environment(folder.path, HERE)
     before = sorted(path.name for path in folder.path.iterdir())
     assert main(["show", str(folder.path)]) == 0

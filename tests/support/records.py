@@ -48,7 +48,7 @@ def folder(
 ) -> Path:
     """The folder of a run of these records; without a config or an environment that file is missing."""
     with RunFolder.create(path, suite) as run:
-        run.append_all(records)
+        run.append(*records)
     if config is not None:
         store.write_config(path, config)
     if environment is not None:

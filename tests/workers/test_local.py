@@ -23,7 +23,7 @@ from harness.suite.schema import Limits, Timing
 from harness.workers.channel import BrokenMessage, Inbox, pack, read_record
 from harness.workers.crew import CannotStart, Outcome, Task
 from harness.workers.interrupts import Interrupts
-from harness.workers.job import Here, Job, decode_job, encode_job, failed
+from harness.workers.job import Here, Job, decode_job, failed
 from harness.workers.local import Local
 from harness.workers.local import _settle as settle
 from harness.workers.process import allowed_bytes
@@ -345,7 +345,7 @@ except KeyboardInterrupt:
 class Parent:
     def __init__(self, *kernels: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, *(json.dumps(encode_job(job(kernel))) for kernel in kernels)],
+            [sys.executable, "-c", PARENT, *(json.dumps(dataclasses.asdict(job(kernel))) for kernel in kernels)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -472,7 +472,7 @@ def test_broken_messages_are_noticed(data):
 
 def test_jobs_and_records_arrive_as_they_were_sent():
     sent = dataclasses.replace(job("eager"), regimes=("plain", "tiny"), timing=Timing(budget_s=0.1))
-    (message,) = Inbox().feed(pack({"job": encode_job(sent)}))
+    (message,) = Inbox().feed(pack({"job": dataclasses.asdict(sent)}))
     assert isinstance(message["job"], dict) and decode_job(message["job"]) == sent
     record = dataclasses.replace(
         failed(sent, "oom", "why", 0.1), max_abs_err=float("inf"), samples_s={"a": [0.1, 1e-9]}

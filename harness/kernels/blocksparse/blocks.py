@@ -4,7 +4,7 @@ What lies out of sight, by position or mask, is neither chosen nor counted. What
 arithmetic is paid once for several blocks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,10 @@ def row_sight(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks) -> Tens
 def block_sight(q: Tensor, k: Tensor, call: AttentionCall, blocks: Blocks) -> Tensor:
     """Bool, broadcastable to (B, H, NQ, NK): does some query of the one block see some key of the other?"""
     if call.mask is not None:
-        return _of_blocks(row_sight(q, k, call, blocks), blocks).any(3)
+        rows, NQ = row_sight(q, k, call, blocks), blocks.counts(q, k)[0]
+        # The last block is filled up with queries that see nothing.
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, NQ * blocks.queries - rows.shape[2]))
+        return padded.unflatten(2, (NQ, blocks.queries)).any(3)
     # The reaches of neighbouring queries touch: a block's goes from its first one's to its last one's.
     first, last = _ends(q, blocks)
     return _within_reach(first, last, q, k, call, blocks)
@@ -100,18 +103,10 @@ def _within_reach(
     return sees
 
 
-def _of_blocks(rows: Tensor, blocks: Blocks) -> Tensor:
-    """(.., NQ, queries, NK), the last block filled up with queries that see nothing."""
-    NQ = -(-rows.shape[2] // blocks.queries)
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, NQ * blocks.queries - rows.shape[2]))
-    return padded.unflatten(2, (NQ, blocks.queries))
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A block of queries of one head, and the blocks of keys that it keeps."""
 
-    at: int  # among all (batch, head, block of queries)
     b: int
     h: int
     source: int  # whose keys: among all (batch, key/value head)
@@ -149,7 +144,10 @@ def batches(keep: Tensor, *, kv_heads: int, L: int, blocks: Blocks, budget: int)
     """
     found: list[QueryBatch] = []
     single: dict[tuple[object, ...], list[Piece]] = {}
-    for group in _by_keys(_pieces(keep, kv_heads, L, blocks)):
+    by_keys: dict[tuple[object, ...], list[Piece]] = {}
+    for piece in _pieces(keep, kv_heads, L, blocks):
+        by_keys.setdefault((piece.source, piece.rows.stop - piece.rows.start, piece.kept), []).append(piece)
+    for group in by_keys.values():
         one = QueryBatch(group, alike=True)
         if len(group) > 1:
             found += _cut(one, blocks, budget)
@@ -177,16 +175,9 @@ def _pieces(keep: Tensor, kv_heads: int, L: int, blocks: Blocks) -> Iterator[Pie
             source = b * kv_heads + h // (H // kv_heads)
             for rows in starts:
                 if lengths[at]:
-                    yield Piece(at, b, h, source, rows, tuple(columns[begin : begin + lengths[at]]))
+                    yield Piece(b, h, source, rows, tuple(columns[begin : begin + lengths[at]]))
                 begin += lengths[at]
                 at += 1
-
-
-def _by_keys(pieces: Iterable[Piece]) -> Iterable[list[Piece]]:
-    groups: dict[tuple[object, ...], list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault((piece.source, piece.rows.stop - piece.rows.start, piece.kept), []).append(piece)
-    return groups.values()
 
 
 def _cut(whole: QueryBatch, blocks: Blocks, budget: int) -> Iterator[QueryBatch]:

@@ -4,7 +4,6 @@ For each block of queries the kept blocks of keys are gathered, and one product,
 them follow, for several such blocks at a time. Threads take batches of their own, as tiled's do with tiles.
 """
 
-import dataclasses
 import functools
 import math
 from bisect import bisect_left
@@ -89,12 +88,7 @@ def expanded(keep: Tensor, blocks: Blocks, L: int, S: int) -> Tensor:
 
 
 def _by_eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, keep: Tensor, blocks: Blocks) -> Tensor:
-    shown = expanded(keep, blocks, q.shape[2], k.shape[2])
-    if call.bias is not None:
-        mask = call.bias.masked_fill(~shown, -INF)
-    else:
-        mask = shown if call.mask is None else shown & call.mask
-    return eager(q, k, v, dataclasses.replace(call, mask=mask))[0]
+    return eager(q, k, v, call.restricted(expanded(keep, blocks, q.shape[2], k.shape[2])))[0]
 
 
 @dataclass(frozen=True, slots=True)
