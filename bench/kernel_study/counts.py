@@ -3,7 +3,7 @@
 from bench.kernel_study.cell import Cell, Work
 from harness.variants.specs import MATMUL
 from harness.variants.specs.grouped import grouped_params
-from harness.variants.specs.latent import absorbed_flops, expanded_flops, latent_params
+from harness.variants.specs.latent import LatentSizes, absorbed_flops, expanded_flops, latent_params
 
 ITEM = {"float32": 4, "bfloat16": 2}
 
@@ -42,9 +42,9 @@ def latent_step(
 ) -> Work:
     """One decoded token of an MLA layer; `fresh` latents are decompressed, `cached` elements a token are read."""
     H, N, S = cell.heads, cell.head_dim, cell.keys
-    dims = (H, N, rope, value, rank)
+    sizes = LatentSizes(H, N, rope, value, rank)
     projections = embed_dim * H * (N + rope) + embed_dim * (rank + rope) + H * value * embed_dim
-    inside = absorbed_flops(*dims, 1, S) if absorbed else expanded_flops(*dims, 1, S, fresh)
-    weights = latent_params(embed_dim, H, N, rope, value, rank, None)
+    inside = absorbed_flops(sizes, 1, S) if absorbed else expanded_flops(sizes, 1, S, fresh)
+    weights = latent_params(embed_dim, sizes, None)
     moved = weights + cell.batch * S * cached
     return Work(cell.batch * (MATMUL * projections + inside), moved * ITEM[cell.dtype])

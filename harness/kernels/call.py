@@ -31,6 +31,10 @@ class BlockCount:
     def skipped(self) -> int:
         return self.visible - self.kept
 
+    @property
+    def skipped_any(self) -> bool:
+        return self.skipped + self.pv_skipped > 0
+
     def __add__(self, other: "BlockCount") -> "BlockCount":
         return BlockCount(*map(operator.add, astuple(self), astuple(other)))
 

@@ -31,10 +31,11 @@ KV_PARTS = ("k_proj", "v_proj")
 
 
 @converts(*GROUPED, to="mha")
-def to_mha(old: GroupedQueryAttention, kernel: Kernel, request: Request) -> Conversion:
+@converts(*GROUPED, to="mqa")
+def to_mha_or_mqa(old: GroupedQueryAttention, kernel: Kernel, request: Request) -> Conversion:
     _refuse_size(request)
-    new = MultiHeadAttention(old.embed_dim, old.num_heads, head_dim=old.head_dim, **_options(old, kernel))
-    return _regrouped(old, new)
+    kind = MultiHeadAttention if request.to == "mha" else MultiQueryAttention
+    return _regrouped(old, kind(old.embed_dim, old.num_heads, head_dim=old.head_dim, **_options(old, kernel)))
 
 
 @converts(*GROUPED, to="gqa")
@@ -45,13 +46,6 @@ def to_gqa(old: GroupedQueryAttention, kernel: Kernel, request: Request) -> Conv
     if old.num_kv_heads % N:
         raise SwapError(f"gqa-{N}: {N} must divide the {old.num_kv_heads} key/value heads of {type(old).__name__}")
     new = GroupedQueryAttention(old.embed_dim, old.num_heads, N, head_dim=old.head_dim, **_options(old, kernel))
-    return _regrouped(old, new)
-
-
-@converts(*GROUPED, to="mqa")
-def to_mqa(old: GroupedQueryAttention, kernel: Kernel, request: Request) -> Conversion:
-    _refuse_size(request)
-    new = MultiQueryAttention(old.embed_dim, old.num_heads, head_dim=old.head_dim, **_options(old, kernel))
     return _regrouped(old, new)
 
 
@@ -86,7 +80,8 @@ def to_mla(old: GroupedQueryAttention, kernel: Kernel, request: Request) -> Conv
     new.kv_a_proj = _linear(_parameter(down, weights), down_bias)
     new.kv_b_proj = _linear(_parameter(_per_head(up, old), weights), up_bias)
     error = None if rank >= full else distance(up.double() @ down.double(), stack)
-    return Conversion(new, {}, _names(new, ("kv_a_proj", "kv_b_proj")), error)
+    derived = frozenset(name for name, _ in new.named_parameters() if name.startswith(("kv_a_proj.", "kv_b_proj.")))
+    return Conversion(new, {}, derived, error)
 
 
 def factors(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -115,15 +110,11 @@ def distance(found: Tensor, original: Tensor) -> float | None:
 
 
 @converts(nn.MultiheadAttention, to="split", options=("dead_rows",))
-def split_torch(old: nn.MultiheadAttention, kernel: Kernel, request: Request) -> Conversion:
-    _refuse_size(request)
-    return convert_to_drop_in(old, kernel, _with_in_proj(request, False))
-
-
 @converts(nn.MultiheadAttention, to="fused", options=("dead_rows",))
-def fuse_torch(old: nn.MultiheadAttention, kernel: Kernel, request: Request) -> Conversion:
+def split_or_fuse_torch(old: nn.MultiheadAttention, kernel: Kernel, request: Request) -> Conversion:
     _refuse_size(request)
-    return convert_to_drop_in(old, kernel, _with_in_proj(request, True))
+    options = {**request.options, "use_in_proj": request.to == "fused"}
+    return convert_to_drop_in(old, kernel, dataclasses.replace(request, options=options))
 
 
 @converts(EagerMultiheadAttentionWithInProj, to="split")
@@ -140,15 +131,11 @@ def fuse_drop_in(old: EagerMultiheadAttention, kernel: Kernel, request: Request)
     _refuse_size(request)
     linears = _linears(old, PARTS)
     new: Any = drop_in_like(old, EagerMultiheadAttentionWithInProj, kernel, old.dead_rows)
-    weights: dict[str, WeightSource] = {}
+    # Of unlike widths torch keeps three weights, and packs the biases alone.
+    weights = {} if old.packs else {f"{part}_weight": WeightSource(f"{part}.weight") for part in PARTS}
+    packs = {"weight": old.packs, "bias": old.in_proj_bias is not None}
+    packed = [kind for kind, is_packed in packs.items() if is_packed]
     back: dict[str, WeightSource] = {}
-    packed = []
-    if old.packs:
-        packed.append("weight")
-    else:  # of unlike widths: torch keeps three weights, and packs the biases alone
-        weights = {f"{part}_weight": WeightSource(f"{part}.weight") for part in PARTS}
-    if old.in_proj_bias is not None:
-        packed.append("bias")
     for kind in packed:
         parts = [getattr(linear, kind) for linear in linears]
         setattr(new, f"in_proj_{kind}", _parameter(torch.cat([part.detach() for part in parts]), parts))
@@ -205,10 +192,6 @@ def _options(old: GroupedQueryAttention, kernel: Kernel) -> dict[str, Any]:
     return {"dropout": old.dropout, "kernel": kernel, "device": "meta"}
 
 
-def _with_in_proj(request: Request, packed: bool) -> Request:
-    return dataclasses.replace(request, options={**request.options, "use_in_proj": packed})
-
-
 def _refuse_size(request: Request) -> None:
     if request.size is not None:
         raise SwapError(f"to = {request.to}-{request.size}: {request.to} takes no number")
@@ -245,7 +228,3 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
     return linear
-
-
-def _names(module: nn.Module, parts: Sequence[str]) -> frozenset[str]:
-    return frozenset(name for name, _ in module.named_parameters() if name.partition(".")[0] in parts)

@@ -1,11 +1,11 @@
 """DeepSeek's latent attention, as transformers has it, with the absorbed decode that transformers lacks.
 
 transformers caches latents, but decompresses all of them into per-head keys and values at every step. Ours has the same
-parts, cache and signature, and where that is cheaper (specs/latent_cost.py) it brings the queries into latent space
+parts, cache and signature, and where that is cheaper (specs/latent.py) it brings the queries into latent space
 instead: there all heads share one key (the latent and the rotated k_pe, D = r + R) and one value (the latent, D_v = r).
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,16 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from harness.kernels.call import Kernel, Unsupported, one_dtype
-from harness.kernels.front import attention, make_call
+from harness.kernels.front import attention
 from harness.swaps.converters import Request, SwapError
+from harness.variants.mla import LatentSpace, Mode
 from harness.variants.specs.latent import LatentSizes, choose
 
-Mode = Literal["auto", "naive", "absorbed"]
 OPTIONS = ("mode",)
 UNHEEDED = ("cache", "position_bias", "s_aux", "softcap")  # would change transformers' numbers, and ours not
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(LatentSpace):
     """What both generations share; r, R, N and V are kv_lora_rank and the rope, nope and value head dims.
 
     mode: "naive" always decompresses, "absorbed" never does, "auto" takes what is cheaper for this call.
@@ -40,30 +40,27 @@ class LatentAttention(nn.Module):
     scaling: float  # (N + R)^-0.5, and yarn's factor on top; never of r
     attention_dropout: float
     q_lora_rank: int | None
-    kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
-    v_head_dim: int
     q_proj: nn.Module
     q_a_proj: nn.Module
     q_a_layernorm: nn.Module
     q_b_proj: nn.Module
     kv_a_proj_with_mqa: nn.Module
     kv_a_layernorm: nn.Module
-    kv_b_proj: nn.Linear
     o_proj: nn.Module
 
     def rotate(self, x: Tensor, position_embeddings: Any) -> Tensor:
         """x (B, heads, L, R), in the layout that transformers' own puts into the cache."""
         raise NotImplementedError
 
-    def attend(
+    def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Any,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        kwargs: dict[str, Any],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        position_embeddings: Any = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         N, R, r = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank
         if self.q_lora_rank is None:
@@ -79,8 +76,10 @@ class LatentAttention(nn.Module):
             c, k_pe = past_key_values.update(c, k_pe, self.layer_idx)  # (B, 1, S, r), (B, 1, S, R)
 
         rules = self._rules(attention_mask, q.shape[1], kwargs)
-        way = self._attend_latents if self._absorbs(q_nope, c) else self._attend_expanded
-        attended = way(q_nope, q_pe, c, k_pe, rules)
+        if self._absorbs(q_nope, c):
+            attended = self._attend_latents(q_nope, q_pe, torch.cat((c, k_pe), dim=-1), rules)
+        else:
+            attended = self._attend_expanded(q_nope, q_pe, c, k_pe, rules)
         heads, weights = attended if isinstance(attended, tuple) else (attended, None)  # (B, H, L, V), (B, H, L, S)
         return self.o_proj(heads.transpose(1, 2).flatten(2)), weights  # (B, L, E)
 
@@ -124,28 +123,17 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_pe.expand(-1, H, -1, -1)), dim=-1)  # (B, H, S, N + R)
         return attention(*one_dtype(torch.cat((q_nope, q_pe), dim=-1), k, v), **rules)
 
-    def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, k_pe: Tensor, rules: dict[str, Any]) -> Any:
-        N, V, H = self.qk_nope_head_dim, self.v_head_dim, q_nope.shape[1]
-        up_k, up_v = self.kv_b_proj.weight.unflatten(0, (H, N + V)).split((N, V), dim=1)  # (H, N, r), (H, V, r)
-        q = torch.cat((torch.einsum("bhln,hnr->bhlr", q_nope, up_k), q_pe), dim=-1)  # (B, H, L, r + R)
-        q, k = one_dtype(q, torch.cat((c, k_pe), dim=-1))  # k (B, 1, S, r + R)
-        attended = _attend_shared(q, k, k[..., : self.kv_lora_rank], rules)
-        mixed, weights = attended if isinstance(attended, tuple) else (attended, None)  # (B, H, L, r)
-        heads = torch.einsum("bhlr,hvr->bhlv", mixed, up_v)  # (B, H, L, V)
-        if self.kv_b_proj.bias is not None:
-            heads = heads + self._value_bias(q, k, rules)
-        return heads if weights is None else (heads, weights)
+    def _attend_shared(self, q: Tensor, k: Tensor, v: Tensor, rules: dict[str, Any]) -> Any:
+        """All heads see the same key, so the heads of a lone query are handed over as rows of one matrix.
 
-    def _value_bias(self, q: Tensor, k: Tensor, rules: dict[str, Any]) -> Tensor:
-        """The decompressor's bias, which latent space never saw.
-
-        Its key part shifts all scores of a query alike and drops out of the softmax. Its value part comes back whole,
-        because the weights sum to 1, except in a row that attends nothing.
+        SDPA would repeat the keys for each head instead: 100 times slower at 16 heads and 2,048 keys on a CPU.
         """
-        bias = self.kv_b_proj.bias.unflatten(0, (q.shape[1], 1, -1))[..., self.qk_nope_head_dim :]  # (H, 1, V)
-        hiding = {name: rules[name] for name in ("mask", "causal", "q_start")}
-        allowed = make_call(q, k, k, **hiding).allowed(q, k)
-        return bias if allowed is None else bias * allowed.any(-1, keepdim=True).to(bias.dtype)
+        if q.shape[2] != 1:
+            return attention(q, k, v, **rules)
+        mask = rules["mask"]
+        rules = rules | {"mask": None if mask is None else mask.transpose(1, 2)}
+        attended = attention(q.transpose(1, 2), k, v, **rules)
+        return tuple(t.transpose(1, 2) for t in attended) if isinstance(attended, tuple) else attended.transpose(1, 2)
 
     def extra_repr(self) -> str:
         return f"mode={self.mode}, kernel={self.kernel.name}"
@@ -153,16 +141,6 @@ class LatentAttention(nn.Module):
 
 class AbsorbingDeepseekV2Attention(LatentAttention, DeepseekV2Attention):
     """A DeepseekV2Attention still, so that the model goes on recording its attentions."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        position_embeddings: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.attend(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
 
     def rotate(self, x: Tensor, position_embeddings: Tensor) -> Tensor:
         """Neighbouring channels are one complex number, turned by (B, L, R / 2) others; the layout stays.
@@ -177,7 +155,7 @@ class AbsorbingDeepseekV2Attention(LatentAttention, DeepseekV2Attention):
 class AbsorbingDeepseekV3Attention(LatentAttention, DeepseekV3Attention):
     """A DeepseekV3Attention still, so that the model goes on recording its attentions."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
@@ -185,7 +163,7 @@ class AbsorbingDeepseekV3Attention(LatentAttention, DeepseekV3Attention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        return self.attend(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
+        return super().forward(hidden_states, attention_mask, past_key_values, position_embeddings, **kwargs)
 
     def rotate(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """Pairs are neighbours or half a head apart; either way all first members come out before all second ones."""
@@ -237,15 +215,3 @@ def _why_not_absorbed(up: nn.Module) -> str | None:
     if up._forward_hooks or up._forward_pre_hooks or up._backward_hooks or up._backward_pre_hooks:
         return "kv_b_proj has hooks, and absorbed it is never called"
     return None
-
-
-def _attend_shared(q: Tensor, k: Tensor, v: Tensor, rules: dict[str, Any]) -> Any:
-    """All heads see the same key, so the heads of a lone query are handed over as rows of one matrix.
-
-    SDPA would repeat the keys for each head instead: 100 times slower at 16 heads and 2,048 keys on a CPU.
-    """
-    if q.shape[2] != 1:
-        return attention(q, k, v, **rules)
-    mask = rules["mask"]
-    attended = attention(q.transpose(1, 2), k, v, **rules | {"mask": None if mask is None else mask.transpose(1, 2)})
-    return tuple(t.transpose(1, 2) for t in attended) if isinstance(attended, tuple) else attended.transpose(1, 2)

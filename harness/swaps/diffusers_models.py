@@ -8,7 +8,6 @@ old code with that one call redirected. What computes attention in any other way
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,36 +29,28 @@ OTHER_WAYS = ("softmax", "flex_attention", "multi_head_attention_forward")
 
 def attach(name: str, model: nn.Module, request: Request) -> list[SwappedModule]:
     """Gives every wanted attention of `model` a processor that runs our kernel; changes all of them or none."""
-    swaps: list[_ProcessorSwap] = []
+    rows: list[SwappedModule] = []
+    changes: list[tuple[nn.Module, Any]] = []
     for place, module in model.named_modules():
         full_name = ".".join(part for part in (name, place) if part)
         old = getattr(module, "processor", None)  # not every attention class has get_processor
         if callable(old) and request.wants(full_name, module):
             counter = request.counter()
-            swaps.append(_ProcessorSwap(full_name, module, old, redirect(old, full_name, counter), counter))
-    for swap in swaps:
-        _set_processor(swap.module, swap.new)
-    return [swap.row(request.kernel) for swap in swaps]
+            new = redirect(old, full_name, counter)
+            changes.append((module, new))
+            was, parameters = type(old).__name__, parameter_count(module)
+            became = f"{was} [{request.kernel.name}]"
+            undo = functools.partial(_put_back, module, old, new)
+            rows.append(SwappedModule(full_name, was, became, parameters, parameters, counter=counter, undo=undo))
+    for module, new in changes:
+        _set_processor(module, new)
+    return rows
 
 
-@dataclass(frozen=True)
-class _ProcessorSwap:
-    name: str
-    module: nn.Module
-    old: Any
-    new: Any
-    counter: Counter
-
-    def row(self, kernel: Kernel) -> SwappedModule:
-        parameters = parameter_count(self.module)
-        was = type(self.old).__name__
-        became = f"{was} [{kernel.name}]"
-        return SwappedModule(self.name, was, became, parameters, parameters, counter=self.counter, undo=self.undo)
-
-    def undo(self) -> None:
-        if isinstance(self.old, nn.Module):
-            self.old.training = self.new.training  # all else that can change is shared by the two
-        _set_processor(self.module, self.old)
+def _put_back(module: nn.Module, old: Any, new: Any) -> None:
+    if isinstance(old, nn.Module):
+        old.training = new.training  # all else that can change is shared by the two
+    _set_processor(module, old)
 
 
 def _set_processor(module: nn.Module, processor: Any) -> None:

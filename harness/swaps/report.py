@@ -22,13 +22,13 @@ class SwappedModule:
     params_after: int
     weights: Mapping[str, WeightSource] = field(default_factory=dict)  # full new name -> full old name
     error: float | None = None  # None: the conversion is exact
-    counter: Counter | None = field(default=None, repr=False, compare=False)
-    undo: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    counter: Counter = field(kw_only=True, repr=False, compare=False)
+    undo: Callable[[], None] = field(kw_only=True, repr=False, compare=False)
 
     @property
     def calls(self) -> int:
         """How often its kernel ran since the swap."""
-        return 0 if self.counter is None else self.counter.calls
+        return self.counter.calls
 
 
 @dataclass(frozen=True)

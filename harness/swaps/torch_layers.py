@@ -43,14 +43,8 @@ def convert_again(old: DropInAttention, kernel: Kernel, request: Request) -> Con
         raise SwapError("is parametrized and was swapped before: undo that swap first")
     new = drop_in_like(old, type(old), kernel, request.options.get("dead_rows", old.dead_rows))
     if packed:
-        return Conversion(
-            new,
-            {
-                name: WeightSource(name)
-                for name in old._parameters
-                if name in IN_PARAMETERS and old._parameters[name] is not None
-            },
-        )
+        held = [name for name in IN_PARAMETERS if old._parameters.get(name) is not None]
+        return Conversion(new, {name: WeightSource(name) for name in held})
     for part in PARTS:
         setattr(new, part, getattr(old, part))
     return Conversion(new, {})
@@ -97,19 +91,15 @@ def thirds(embed_dim: int) -> list[tuple[str, tuple[int, int]]]:
 
 def _take_in_projection(old: nn.MultiheadAttention, new: nn.Module) -> dict[str, WeightSource]:
     """Parameters under the same names; a parametrization moves over whole."""
-    names = IN_PARAMETERS
-    parametrized = parametrize.is_parametrized(old)
-    plain = [name for name in names if not (parametrized and parametrize.is_parametrized(old, name))]
-    if parametrized:
-        for name in names:
-            if name not in plain:
-                delattr(new, name)
+    moved = [name for name in IN_PARAMETERS if parametrize.is_parametrized(old, name)]
+    if parametrize.is_parametrized(old):
+        for name in moved:
+            delattr(new, name)
         new.parametrizations = old.parametrizations
         parametrize._inject_new_class(new)
-        for name in names:
-            if name not in plain:
-                parametrize._inject_property(new, name)
-    return {name: WeightSource(name) for name in plain if getattr(old, name) is not None}
+        for name in moved:
+            parametrize._inject_property(new, name)
+    return {name: WeightSource(name) for name in IN_PARAMETERS if name not in moved and getattr(old, name) is not None}
 
 
 @converts(nn.MultiheadAttention, to=VARIANT)

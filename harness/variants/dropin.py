@@ -146,7 +146,9 @@ class DropInAttention(nn.Module):
             v = torch.cat([v, self._by_head(self.bias_v).expand(B, -1, 1, -1).to(v.dtype)], dim=2)
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        return k, v, torch_masks.see_more_keys(mask, k.shape[2] - S)
+        if mask is not None:
+            mask = F.pad(mask, (0, k.shape[2] - S), value=True if mask.dtype == torch.bool else 0.0)
+        return k, v, mask
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool

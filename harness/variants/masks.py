@@ -6,7 +6,7 @@ prefill see the same mask. Bool: True = attends.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from harness.registry import Registry
@@ -75,26 +75,20 @@ def dense(rule: MaskRule, at: Positions, dtype: Any) -> "Tensor | None":
 
 def remainder(rule: MaskRule, at: Positions, dtype: Any) -> "Tensor | None":
     """The part of the mask that `causal` and `window` do not say."""
-    rest = MaskRule(rule.name, rule.title, allowed=rule.allowed, bias=rule.bias)
-    return dense(rest, at, dtype)
+    return dense(replace(rule, causal=False, window=None), at, dtype)
 
 
 def _scramble(*terms: Any) -> Any:
     """A hash of positions, uniform over 0..9999: random-looking masks that need no generator and no storage."""
-    total = 0
-    for prime, term in zip((15_485_863, 104_729, 1_299_709, 7_919), terms, strict=False):
-        total = total + (term + 1) * prime
+    primes = (15_485_863, 104_729, 1_299_709, 7_919)
+    total: Any = sum((term + 1) * prime for prime, term in zip(primes, terms, strict=False))
     total = (total ^ (total >> 7)) * 2_654_435_761 % 4_294_967_296
     return (total ^ (total >> 15)) % 10_000
 
 
-def _length(at: Positions) -> Any:
-    """Valid tokens of each batch row: 3/4 of seq_len and fewer, never none."""
-    return at.seq_len - at.seq_len // 4 - (at.b * 3) % (at.seq_len // 4 + 1)
-
-
 def _padding(at: Positions) -> Any:
-    return at.j < _length(at)
+    """Valid tokens of each batch row: 3/4 of seq_len and fewer, never none."""
+    return at.j < at.seq_len - at.seq_len // 4 - (at.b * 3) % (at.seq_len // 4 + 1)
 
 
 def _bool_random(at: Positions) -> Any:

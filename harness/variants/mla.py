@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from harness.kernels.call import one_dtype
 from harness.kernels.front import AnyKernel, attention, find_kernel, make_call
 from harness.variants.attention import CachedSelfAttention
 from harness.variants.cache import KVCache
-from harness.variants.specs.latent import LatentSizes, choose, expanded_kv_elements, latent_kv_elements
+from harness.variants.specs.latent import LatentSizes, choose
 
 Mode = Literal["auto", "naive", "absorbed"]
 
@@ -54,7 +55,43 @@ class Rope:
         return table[0][start:end], table[1][start:end]
 
 
-class MultiHeadLatentAttention(CachedSelfAttention):
+class LatentSpace(nn.Module):
+    """The absorbed way, for any module that holds its decompressor in `kv_b_proj`."""
+
+    kv_lora_rank: int
+    v_head_dim: int
+    kv_b_proj: nn.Linear
+
+    def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
+        """latent (B, 1, S, r + R): what all heads share, the normed latents and the rotated k_pe."""
+        H, N = q_nope.shape[1], q_nope.shape[3]
+        up = self.kv_b_proj.weight.unflatten(0, (H, -1))  # (H, N + V, r)
+        up_k, up_v = up.split((N, self.v_head_dim), dim=1)
+        q = torch.cat((torch.einsum("bhln,hnr->bhlr", q_nope, up_k), q_pe), dim=-1)  # (B, H, L, r + R)
+        q, latent = one_dtype(q, latent)
+        attended = self._attend_shared(q, latent, latent[..., : self.kv_lora_rank], rules)
+        mixed, weights = attended if rules["return_weights"] else (attended, None)  # (B, H, L, r)
+        heads = torch.einsum("bhlr,hvr->bhlv", mixed, up_v)  # (B, H, L, V)
+        if self.kv_b_proj.bias is not None:
+            heads = heads + self._value_bias(q, latent, rules)
+        return heads if weights is None else (heads, weights)
+
+    def _attend_shared(self, q: Tensor, k: Tensor, v: Tensor, rules: dict[str, Any]) -> Any:
+        return attention(q, k, v, **rules)
+
+    def _value_bias(self, q: Tensor, latent: Tensor, rules: dict[str, Any]) -> Tensor:
+        """The decompressor's bias, which latent space never saw.
+
+        Its key part shifts all scores of a query alike and drops out of the softmax. Its value part comes back whole,
+        because the weights sum to 1, except in a row that attends nothing.
+        """
+        bias = self.kv_b_proj.bias.unflatten(0, (q.shape[1], 1, -1))[..., -self.v_head_dim :]  # (H, 1, V)
+        hiding = {name: rules[name] for name in ("mask", "causal", "window", "q_start") if name in rules}
+        allowed = make_call(q, latent, latent, **hiding).allowed(q, latent)
+        return bias if allowed is None else bias * allowed.any(-1, keepdim=True).to(bias.dtype)
+
+
+class MultiHeadLatentAttention(LatentSpace, CachedSelfAttention):
     """mode: "naive" caches decompressed k and v; "absorbed" caches latents and attends in latent space;
     "auto" caches latents and takes whichever way is cheaper for this call, by the counts of specs/latent.py.
     """
@@ -92,6 +129,7 @@ class MultiHeadLatentAttention(CachedSelfAttention):
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.nope_head_dim, self.rope_head_dim, self.v_head_dim = nope_head_dim, rope_head_dim, v_head_dim
+        self.sizes = LatentSizes(num_heads, nope_head_dim, rope_head_dim, v_head_dim, kv_lora_rank)
         self.mode, self.dropout = mode, dropout
         self.kernel = find_kernel(kernel)
         self.rope = Rope(rope_head_dim, rope_theta) if rope_head_dim else None
@@ -153,35 +191,10 @@ class MultiHeadLatentAttention(CachedSelfAttention):
             return False  # dropped weights do not sum to 1, so the value bias could not be restored
         if self.mode == "absorbed":
             return True
-        sizes = (self.num_heads, self.nope_head_dim, self.rope_head_dim, self.v_head_dim, self.kv_lora_rank)
-        return choose(LatentSizes(*sizes), queries, latent.shape[2], itemsize=latent.itemsize).absorbs
-
-    def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
-        up = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)  # (H, N + V, r)
-        up_k, up_v = up.split((self.nope_head_dim, self.v_head_dim), dim=1)
-        q = torch.cat((torch.einsum("bhln,hnr->bhlr", q_nope, up_k), q_pe), dim=-1)  # (B, H, L, r + R)
-        attended = attention(q, latent, latent[..., : self.kv_lora_rank], **rules)
-        mixed, weights = attended if rules["return_weights"] else (attended, None)  # (B, H, L, r)
-        heads = torch.einsum("bhlr,hvr->bhlv", mixed, up_v)  # (B, H, L, V)
-        if self.kv_b_proj.bias is not None:
-            heads = heads + self._value_bias(q, latent, rules)
-        return heads if weights is None else (heads, weights)
-
-    def _value_bias(self, q: Tensor, latent: Tensor, rules: dict[str, Any]) -> Tensor:
-        """The decompressor's bias, which latent space never saw.
-
-        Its key part shifts all scores of a query alike and drops out of the softmax. Its value part comes back whole,
-        because the weights sum to 1, except in a row that attends nothing.
-        """
-        bias = self.kv_b_proj.bias.view(self.num_heads, 1, -1)[..., self.nope_head_dim :]  # (H, 1, V)
-        hiding = {name: rules[name] for name in ("mask", "causal", "window")}
-        allowed = make_call(q, latent, latent, **hiding).allowed(q, latent)
-        return bias if allowed is None else bias * allowed.any(-1, keepdim=True).to(bias.dtype)
+        return choose(self.sizes, queries, latent.shape[2], itemsize=latent.itemsize).absorbs
 
     def kv_elements_per_token(self) -> int:
-        if self.mode == "naive":
-            return expanded_kv_elements(self.num_heads, self.nope_head_dim, self.rope_head_dim, self.v_head_dim)
-        return latent_kv_elements(self.kv_lora_rank, self.rope_head_dim)
+        return self.sizes.expanded_kv_elements if self.mode == "naive" else self.sizes.latent_kv_elements
 
     def extra_repr(self) -> str:
         dims = f"nope={self.nope_head_dim}, rope={self.rope_head_dim}, value={self.v_head_dim}"

@@ -3,7 +3,6 @@
 import warnings
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -79,13 +78,6 @@ def merge_masks(
     # A bool mask beside a float one becomes -inf where it blocks.
     added = [part if part.is_floating_point() else _as_bias(part, dtype) for part in parts]
     return added[0] if len(parts) == 1 else added[0] + added[1]
-
-
-def see_more_keys(mask: Tensor | None, extra: int) -> Tensor | None:
-    """The mask for keys of which the last `extra` are visible to all."""
-    if mask is None or extra == 0:
-        return mask
-    return F.pad(mask, (0, extra), value=True if mask.dtype == torch.bool else 0.0)
 
 
 def dead_rows(mask: Tensor) -> Tensor:

@@ -41,13 +41,7 @@ class UnifiedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_type, self.d_model, self.num_heads = attention_type, d_model, num_heads
-        options: dict[str, Any] = {
-            "bias": bias,
-            "dropout": dropout,
-            "kernel": kernel,
-            "device": device,
-            "dtype": dtype,
-        }
+        options: dict[str, Any] = {"bias": bias, "dropout": dropout, "kernel": kernel, "device": device, "dtype": dtype}
         ranks = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank}
         ranks |= {"rope_head_dim": rope_head_dim, "v_head_dim": v_head_dim}
         self.attention: GroupedQueryAttention | MultiHeadLatentAttention
@@ -58,11 +52,8 @@ class UnifiedAttention(nn.Module):
             self.attention = MultiHeadLatentAttention(
                 d_model,
                 num_heads,
-                kv_lora_rank=dims["kv_lora_rank"],
-                q_lora_rank=dims["q_lora_rank"],
                 nope_head_dim=dims["head_dim"],
-                rope_head_dim=dims["rope_head_dim"],
-                v_head_dim=dims["v_head_dim"],
+                **{name: dims[name] for name in ranks},
                 mode=attention_type.partition("_")[2] or "auto",  # type: ignore[arg-type]
                 **options,
             )
@@ -92,9 +83,8 @@ class UnifiedAttention(nn.Module):
         if isinstance(inner, GroupedQueryAttention):
             config |= {"num_kv_heads": inner.num_kv_heads, "head_dim": inner.head_dim}
         else:
-            config |= {"head_dim": inner.nope_head_dim, "rope_head_dim": inner.rope_head_dim}
-            config |= {"v_head_dim": inner.v_head_dim, "kv_lora_rank": inner.kv_lora_rank}
-            config |= {"q_lora_rank": inner.q_lora_rank}
+            ranks = ("rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
+            config |= {"head_dim": inner.nope_head_dim, **{name: getattr(inner, name) for name in ranks}}
         return config
 
     def get_memory_usage(self, seq_len: int, batch_size: int = 1) -> dict[str, int]:
@@ -103,11 +93,10 @@ class UnifiedAttention(nn.Module):
             raise ValueError(f"seq_len = {seq_len}, batch_size = {batch_size}: must not be negative")
         item = self.attention.out_proj.weight.element_size()
         per_token = self.attention.kv_elements_per_token() * item
-        parameters = sum(p.numel() for p in self.parameters())
         return {
             "kv_bytes_per_token": per_token,
             "kv_cache_bytes": per_token * seq_len * batch_size,
-            "params": parameters,
+            "params": sum(p.numel() for p in self.parameters()),
             "param_bytes": sum(p.numel() * p.element_size() for p in self.parameters()),
         }
 

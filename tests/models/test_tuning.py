@@ -108,7 +108,6 @@ def seen_by_layers(model: nn.Module, report: SwapReport, inputs: Tensor) -> dict
     """q, k, v and the output of every call of each layer."""
     seen: dict[str, list[tuple[Tensor, ...]]] = {}
     for row in report.swapped:
-        assert row.counter is not None
 
         def spy(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, name: str, kernel: Kernel) -> Any:
             assert call.mask is None

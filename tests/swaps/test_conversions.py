@@ -24,7 +24,7 @@ from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAtten
 from harness.variants.gqa import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
 from harness.variants.specs.grouped import grouped_kv_elements, grouped_params
-from harness.variants.specs.latent import latent_kv_elements, latent_params
+from harness.variants.specs.latent import LatentSizes, latent_params
 from tests.support import ROOT
 
 B, S, E, H, D = 2, 12, 40, 6, 8
@@ -283,7 +283,8 @@ def test_the_cache_changes_as_the_formulas_say(kv: int, to: str, elements: int) 
     new, row = converted(old, to)
     latent = to.startswith("mla")
     rank = elements
-    formula = latent_kv_elements(rank, 0) if latent else grouped_kv_elements(new.num_kv_heads, D)
+    sizes = LatentSizes(H, D, 0, D, rank)
+    formula = sizes.latent_kv_elements if latent else grouped_kv_elements(new.num_kv_heads, D)
     assert new.kv_elements_per_token() == formula == elements
     for module, per_token in ((old, 2 * kv * D), (new, elements)):
         cache = module.new_cache(S)
@@ -291,7 +292,7 @@ def test_the_cache_changes_as_the_formulas_say(kv: int, to: str, elements: int) 
         assert sum(stream.numel() for stream in cache.streams()) == B * S * per_token
         assert cache.allocated_bytes == B * S * per_token * 4
     if latent:
-        params = latent_params(E, H, D, 0, D, rank, None, bias=True, latent_norm=False)
+        params = latent_params(E, sizes, None, bias=True, latent_norm=False)
     else:
         params = grouped_params(E, H, new.num_kv_heads, D, bias=True)
     assert row.params_after == sum(p.numel() for p in new.parameters()) == params
@@ -307,7 +308,7 @@ def test_mla_without_positions(mode: Any, latent_norm: bool) -> None:
     module = MultiHeadLatentAttention(E, H, rope_head_dim=0, latent_norm=latent_norm, mode=mode, bias=True, **sizes)
     module, x = filled(module), tokens()
     assert ("kv_a_norm.weight" in module.state_dict()) is latent_norm
-    params = latent_params(E, H, D, 0, 5, 10, None, bias=True, latent_norm=latent_norm)
+    params = latent_params(E, LatentSizes(H, D, 0, 5, 10), None, bias=True, latent_norm=latent_norm)
     assert sum(p.numel() for p in module.parameters()) == params
     latent = module.kv_a_norm(module.kv_a_proj(x))
     kv = module.kv_b_proj(latent).view(B, S, H, D + 5).transpose(1, 2)

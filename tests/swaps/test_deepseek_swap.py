@@ -565,4 +565,8 @@ def test_published_sizes(sizes: Any, params: int) -> None:
     )
     with torch.device("meta"):
         module = ours(attention_class(config, layer_idx=0), "auto")
-    assert sum(p.numel() for p in module.parameters()) == latent_params(*sizes) == params
+    assert (
+        sum(p.numel() for p in module.parameters())
+        == latent_params(embed_dim, LatentSizes(heads, nope, rope, value, rank), q_rank)
+        == params
+    )

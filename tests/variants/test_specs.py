@@ -16,7 +16,7 @@ from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
 from harness.variants.specs import VARIANTS, Impossible, VariantSpec, resolve_head_dim
 from harness.variants.specs.grouped import grouped_kv_elements, grouped_params
-from harness.variants.specs.latent import expanded_kv_elements, latent_kv_elements, latent_params
+from harness.variants.specs.latent import LatentSizes, latent_params
 
 BF16_BYTES = 2
 
@@ -91,11 +91,12 @@ def test_published_grouped_models_by_formula(model: Published) -> None:
 
 @pytest.mark.parametrize("model", LATENT, ids=named)
 def test_published_latent_models_by_formula(model: Published) -> None:
-    assert latent_params(model.embed_dim, model.heads, 128, 64, 128, 512, model.q_rank) == model.params
-    assert latent_kv_elements(512, 64) * BF16_BYTES == model.layer_bytes
+    sizes = LatentSizes(model.heads, 128, 64, 128, 512)
+    assert latent_params(model.embed_dim, sizes, model.q_rank) == model.params
+    assert sizes.latent_kv_elements * BF16_BYTES == model.layer_bytes
     assert model.layer_bytes * model.layers == model.token_bytes
     # What the latent saves: expanded, the cache of V3 is 71 times as large.
-    assert expanded_kv_elements(model.heads, 128, 64, 128) == model.heads * 320
+    assert sizes.expanded_kv_elements == model.heads * 320
 
 
 @pytest.mark.parametrize("model", [*GROUPED, *LATENT], ids=named)
@@ -119,7 +120,7 @@ def test_published_latent_models_with_an_expanded_cache(model: Published) -> Non
     cache = module.new_cache(2)  # type: ignore[operator]
     module(torch.empty(1, 2, model.embed_dim, device="meta", dtype=torch.bfloat16), cache=cache)
     held = sum(t.numel() for t in cache.streams())
-    assert held == 2 * expanded_kv_elements(model.heads, 128, 64, 128)
+    assert held == 2 * LatentSizes(model.heads, 128, 64, 128, 512).expanded_kv_elements
     assert count(module) == model.params
 
 

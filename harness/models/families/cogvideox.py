@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
-from torch import Tensor
 
 from harness.models.families.diffusion import Diffusion, ExactNoise, half_hidden_text
 from harness.models.families.family import FamilyError
@@ -36,13 +35,12 @@ def inputs(model: Any, noise: ExactNoise, batch: int) -> dict[str, Any]:
     }
 
 
-def rotary(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary(config: Any, device: torch.device) -> Any:
     head_dim = config.attention_head_dim
     if head_dim % 16:
         raise FamilyError(f"cogvideox: attention_head_dim = {head_dim}: must be a multiple of 16 for its rotary")
     time, height, width = grid(config)
-    cos, sin = get_3d_rotary_pos_embed(head_dim, ((0, 0), (height, width)), (height, width), time, device=device)
-    return cos, sin
+    return get_3d_rotary_pos_embed(head_dim, ((0, 0), (height, width)), (height, width), time, device=device)
 
 
 def hide_text(model: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,10 @@
 """DeepSeek-V2: multi-head latent attention; the swap decodes it in latent space, which transformers does not."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
+from transformers import DeepseekV2ForCausalLM
 
-from harness.models.families.family import Family, Structure
 from harness.models.families.language import language_family
 
 TINY_LATENT: Mapping[str, Any] = {
@@ -29,25 +25,17 @@ TINY_LATENT: Mapping[str, Any] = {
 }
 
 
-def with_latent_structure(family: Family) -> Family:
+def latent_head_dim(config: Any) -> int:
     """The `head_dim` of these configs is that of the rotated part alone."""
-
-    def inspect(model: nn.Module) -> Structure:
-        config: Any = model.config
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return dataclasses.replace(family.inspect(model), head_dim=head_dim)
-
-    return dataclasses.replace(family, inspect=inspect)
+    return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
 
 
-FAMILY = with_latent_structure(
-    language_family(
-        "deepseek_v2",
-        "DeepSeek-V2: latent attention, absorbed where that is cheaper, experts",
-        config_class=DeepseekV2Config,
-        model_class=DeepseekV2ForCausalLM,
-        attention_class=DeepseekV2Attention,
-        tiny={**TINY_LATENT, "q_lora_rank": None},  # as V2-Lite; V2 itself compresses its queries too
-        swap_options={"mode": "auto"},
-    )
+FAMILY = language_family(
+    "deepseek_v2",
+    "DeepSeek-V2: latent attention, absorbed where that is cheaper, experts",
+    model_class=DeepseekV2ForCausalLM,
+    attention_class="DeepseekV2Attention",
+    tiny={**TINY_LATENT, "q_lora_rank": None},  # as V2-Lite; V2 itself compresses its queries too
+    head_dim=latent_head_dim,
+    swap_options={"mode": "auto"},
 )

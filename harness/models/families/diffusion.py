@@ -8,6 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,6 @@ class ExactNoise:
         return ((noise * 16).round() / 16).to(self.device, self.dtype)
 
 
-def whole_time(times: Tensor, dtype: torch.dtype) -> Tensor:
-    return times.long()  # for models that take its sines in float32, whatever their dtype
-
-
 @dataclass(frozen=True, kw_only=True)
 class Diffusion:
     """
@@ -61,7 +58,8 @@ class Diffusion:
     attentions_per_layer: int = 1
     layer_keys: Sequence[str] = ("num_layers",)
     inputs: Callable[[Any, ExactNoise, int], dict[str, Any]]
-    timestep: Callable[[Tensor, torch.dtype], Tensor] = whole_time
+    # By default whole: for models that take its sines in float32, whatever their dtype.
+    timestep: Callable[[Tensor, torch.dtype], Tensor] = lambda times, dtype: times.long()
     scheduler: Callable[[], Any]
     channel_dim: int
     hide_text: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None
@@ -73,7 +71,7 @@ class Diffusion:
             title=self.title,
             library="diffusers",
             build=self.build,
-            load=self.load,
+            load=partial(_load, self.model_class),
             inspect=self.structure,
             batches=self.batches,
             output=lambda result: result.sample,
@@ -89,9 +87,6 @@ class Diffusion:
             raise FamilyError(f"{self.name}: {self.model_class.__name__} with {config} raised {error!r}") from error
         randomise(model, torch.Generator().manual_seed(0))  # what starts as zeros would hide everything before it
         return model.eval()
-
-    def load(self, path: Path) -> nn.Module:
-        return _load(path, self.model_class)
 
     def structure(self, model: Any) -> Structure:
         config = model.config
@@ -160,7 +155,7 @@ def _refuse_unknown(name: str, overrides: Mapping[str, Any], model_class: Any) -
             raise FamilyError(f"{name}: unknown config key {key!r}; {meant}")
 
 
-def _load(path: Path, model_class: Any) -> nn.Module:
+def _load(model_class: Any, path: Path) -> nn.Module:
     """From the model's own folder, or from a pipeline's, where it stands in `transformer`."""
     expected = model_class.__name__
     folder = next((place for place in (path, path / "transformer") if (place / "config.json").is_file()), None)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
-from torch import Tensor
 
 from harness.models.families.diffusion import Diffusion, ExactNoise, half_hidden_text
 
@@ -25,10 +24,6 @@ def inputs(model: Any, noise: ExactNoise, batch: int) -> dict[str, Any]:
         "txt_ids": torch.zeros(TEXT, 3, dtype=torch.long, device=noise.device),
         "guidance": guidance if config.guidance_embeds else None,
     }
-
-
-def timestep(times: Tensor, dtype: torch.dtype) -> Tensor:
-    return times.to(dtype) / 1000
 
 
 def hide_text(model: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +49,7 @@ FAMILY = Diffusion(
     attention_class="FluxAttention",
     layer_keys=("num_layers", "num_single_layers"),
     inputs=inputs,
-    timestep=timestep,
+    timestep=lambda times, dtype: times.to(dtype) / 1000,
     scheduler=lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
     channel_dim=2,
     hide_text=hide_text,

@@ -1,16 +1,14 @@
 """gpt-oss: a learnt sink in every softmax, and every other layer sees a sliding window."""
 
-from transformers import GptOssConfig, GptOssForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+from transformers import GptOssForCausalLM
 
 from harness.models.families.language import language_family
 
 FAMILY = language_family(
     "gpt_oss",
     "gpt-oss: attention sinks, alternating sliding windows, experts",
-    config_class=GptOssConfig,
     model_class=GptOssForCausalLM,
-    attention_class=GptOssAttention,
+    attention_class="GptOssAttention",
     tiny={
         "head_dim": 16,
         "sliding_window": 7,

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from diffusers import DDIMScheduler, HunyuanDiT2DModel
 from diffusers.models.embeddings import get_2d_rotary_pos_embed
-from torch import Tensor
 
 from harness.models.families.diffusion import Diffusion, ExactNoise
 
@@ -30,10 +29,6 @@ def inputs(model: Any, noise: ExactNoise, batch: int) -> dict[str, Any]:
             config.attention_head_dim, ((0, 0), (SIDE, SIDE)), (SIDE, SIDE), device=noise.device
         ),
     }
-
-
-def timestep(times: Tensor, dtype: torch.dtype) -> Tensor:
-    return times.to(dtype)  # the dtype of the timestep is that of the embeddings
 
 
 def hide_text(model: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +60,7 @@ FAMILY = Diffusion(
     attention_class="Attention",
     attentions_per_layer=2,  # self and cross; its pooling of the text is no processor's
     inputs=inputs,
-    timestep=timestep,
+    timestep=lambda times, dtype: times.to(dtype),  # the dtype of the timestep is that of the embeddings
     scheduler=lambda: DDIMScheduler(
         beta_start=0.00085,
         beta_end=0.03,

@@ -2,14 +2,14 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.cell.build import randomise
 from harness.models.families.family import Batch, Family, FamilyError, Structure
@@ -25,7 +25,6 @@ TINY: Mapping[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,  # tied, and so little trained, a model repeats its last token
 }
-SEED = 0
 BATCH = 2
 LENGTH = 24
 PADDING = 7  # tokens of the last row; the others have none
@@ -33,24 +32,30 @@ NEW_TOKENS = 12
 STEPS = 4  # single tokens of the decode batch
 
 
+def _head_dim(config: Any) -> int:
+    """Never hidden / heads where the config says otherwise."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def language_family(
     name: str,
     title: str,
     *,
-    config_class: type[PreTrainedConfig],
     model_class: type[PreTrainedModel],
-    attention_class: type[nn.Module],
+    attention_class: str,
     tiny: Mapping[str, Any],
+    head_dim: Callable[[Any], int] = _head_dim,
     swap_options: Mapping[str, Any] | None = None,
 ) -> Family:
     """A family of causal language models; `tiny` is what its small config has beyond TINY."""
+    config_class: Any = model_class.config_class
 
     def build(overrides: Mapping[str, Any]) -> nn.Module:
         _refuse_unknown_keys(name, config_class, overrides)
         try:
             config = config_class(**{**TINY, **tiny, **overrides})
             model = model_class(config).eval()
-            randomise(model, torch.Generator().manual_seed(SEED))
+            randomise(model, torch.Generator().manual_seed(0))
             with torch.no_grad():
                 # As large as what the layers add, or all tokens look alike and greedy decoding repeats one for ever.
                 embed = model.get_input_embeddings()
@@ -76,11 +81,10 @@ def language_family(
         return Structure(
             layers=config.num_hidden_layers,
             attentions=config.num_hidden_layers,
-            attention_class=attention_class.__name__,
+            attention_class=attention_class,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            # Never hidden / heads where the config says otherwise.
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=head_dim(config),
         )
 
     return Family(
@@ -91,7 +95,7 @@ def language_family(
         load=load,
         inspect=inspect,
         batches=batches,
-        output=logits,
+        output=lambda result: result.logits,  # (B, L, vocabulary)
         generate=generate,
         swap_options=dict(swap_options or {}),
     )
@@ -112,12 +116,11 @@ def load_checkpoint(path: Path) -> nn.Module:
 
 
 def batches(model: nn.Module, generator: torch.Generator) -> dict[str, Batch]:
-    left, right = _padding(LENGTH, at_left=True), _padding(LENGTH, at_left=False)
     return {
-        "plain": Batch({"input_ids": _tokens(model, LENGTH, generator)}),
-        "left-padded": _padded(model, left, generator),
-        "right-padded": _padded(model, right, generator),
-        "decode": Batch({"input_ids": _tokens(model, LENGTH, generator)}, run=decode_in_steps),
+        "plain": Batch({"input_ids": _tokens(model, generator)}),
+        "left-padded": _padded(model, slice(PADDING), generator),
+        "right-padded": _padded(model, slice(LENGTH - PADDING, LENGTH), generator),
+        "decode": Batch({"input_ids": _tokens(model, generator)}, run=decode_in_steps),
     }
 
 
@@ -132,14 +135,9 @@ def decode_in_steps(model: nn.Module, input_ids: Tensor) -> SimpleNamespace:
     return SimpleNamespace(logits=torch.cat(found, dim=1))  # (B, L, vocabulary)
 
 
-def logits(result: Any) -> Tensor:
-    found: Tensor = result.logits  # (B, L, vocabulary)
-    return found
-
-
 def generate(model: nn.Module, generator: torch.Generator) -> Tensor:
     """Greedy, from a left-padded batch through the KV cache; only the new tokens, and always as many."""
-    prompt = _padded(model, _padding(LENGTH, at_left=True), generator).kwargs
+    prompt = _padded(model, slice(PADDING), generator).kwargs
     tokens = model.generate(  # type: ignore[operator]
         input_ids=prompt["input_ids"],
         attention_mask=prompt["attention_mask"],
@@ -154,22 +152,17 @@ def generate(model: nn.Module, generator: torch.Generator) -> Tensor:
     return new
 
 
-def _tokens(model: nn.Module, length: int, generator: torch.Generator) -> Tensor:
+def _tokens(model: nn.Module, generator: torch.Generator) -> Tensor:
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    tokens = torch.randint(embeddings.num_embeddings, (BATCH, length), generator=generator)
+    tokens = torch.randint(embeddings.num_embeddings, (BATCH, LENGTH), generator=generator)
     return tokens.to(embeddings.weight.device)
 
 
-def _padding(length: int, *, at_left: bool) -> Tensor:
-    """(B, L) bool, False = padding."""
-    real = torch.ones(BATCH, length, dtype=torch.bool)
-    real[-1, slice(PADDING) if at_left else slice(length - PADDING, length)] = False
-    return real
-
-
-def _padded(model: nn.Module, real: Tensor, generator: torch.Generator) -> Batch:
-    tokens = _tokens(model, real.shape[1], generator)
-    real = real.to(tokens.device)
+def _padded(model: nn.Module, padding: slice, generator: torch.Generator) -> Batch:
+    """`padding` are those tokens of the last row."""
+    tokens = _tokens(model, generator)
+    real = torch.ones_like(tokens, dtype=torch.bool)  # (B, L), False = padding
+    real[-1, padding] = False
     # Without these a model would count the padding at the left as positions.
     positions = (real.long().cumsum(-1) - 1).clamp(min=0)
     return Batch({"input_ids": tokens, "attention_mask": real.long(), "position_ids": positions}, real=real)

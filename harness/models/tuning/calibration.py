@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.kernels.call import AttentionCall, Kernel
-from harness.models.families.family import Batch, Family
-from harness.models.tuning.heads import head_slice, kernel_with
+from harness.kernels.front import find_kernel
+from harness.models.families.family import Batch
+from harness.models.tuning.file import kernel_name
+from harness.models.tuning.heads import head_slice
 from harness.models.verify.golden import comparing, each
 from harness.models.verify.metering import dense_attention
 from harness.models.verify.result import Deviation
@@ -74,7 +76,7 @@ def run_batches(model: nn.Module, batches: Mapping[str, Batch], recorders: Seque
 
 def measure(calls: Sequence[Seen], head: int, name: str, options: Mapping[str, Any]) -> Measured:
     """One head of one layer under these options: the worst batch's error (steps apart), all blocks together."""
-    kernel = kernel_with(name, options)
+    kernel = find_kernel(kernel_name(name, options))
     assert kernel.tally is not None
     kernel.tally.take()
     pairs: dict[tuple[str, bool], list[tuple[Tensor, Tensor]]] = {}
@@ -88,7 +90,3 @@ def measure(calls: Sequence[Seen], head: int, name: str, options: Mapping[str, A
     count = kernel.tally.take()
     error = max((Deviation.of(together) for together in pairs.values()), key=lambda one: one.rank).rel_l1
     return Measured(error, count.sparsity, count.pv_skipped / max(count.visible, 1))
-
-
-def batches_of(family: Family, model: nn.Module, seed: int) -> Mapping[str, Batch]:
-    return family.batches(model, torch.Generator().manual_seed(seed))

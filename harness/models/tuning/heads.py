@@ -18,10 +18,6 @@ from harness.models.tuning.file import Tuned, TuningError, fingerprint, kernel_n
 from harness.swaps import SwapReport, swap
 
 
-def kernel_with(name: str, options: Mapping[str, Any]) -> Kernel:
-    return find_kernel(kernel_name(name, options))
-
-
 def head_slice(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, heads: Sequence[int]) -> tuple[Any, ...]:
     """What these query heads see of a call; key heads are repeated where several share one."""
     H, G = q.shape[1], q.shape[1] // k.shape[1]
@@ -45,7 +41,7 @@ class HeadKernels:
         groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}
         for head, of_head in enumerate(options):
             groups.setdefault(tuple(sorted(of_head.items())), []).append(head)
-        self.groups = [(kernel_with(name, dict(key)), heads) for key, heads in groups.items()]
+        self.groups = [(find_kernel(kernel_name(name, dict(key))), heads) for key, heads in groups.items()]
 
     def as_kernel(self) -> Kernel:
         return Kernel(f"{self.name} (tuned)", self.run, approximate=True, tally=self.tally)
@@ -109,7 +105,6 @@ def give_layers_their_own(
     """`heads` of the model's layers, where they are known before it runs."""
     refuse_other_layers(tuned, [row.name for row in report.swapped], heads)
     for row in report.swapped:
-        assert row.counter is not None
         options = [{**tuned.options, **head.options} for head in tuned.layers[row.name]]
         row.counter.kernel = around(HeadKernels(row.name, tuned.kernel, options).as_kernel())
 

@@ -21,7 +21,7 @@ from harness.kernels.call import Kernel
 from harness.kernels.front import find_kernel
 from harness.kernels.names import read_options, split_name
 from harness.models.families.family import Family
-from harness.models.tuning.calibration import Measured, Recorder, Seen, batches_of, measure, run_batches
+from harness.models.tuning.calibration import Measured, Recorder, Seen, measure, run_batches
 from harness.models.tuning.file import Head, Options, Tuned, TuningError, fingerprint
 from harness.models.tuning.heads import HeadKernels
 from harness.models.verify.subject import subject
@@ -168,7 +168,7 @@ class _Search:
     seed: int
 
     def through(self, on_layer: Callable[[LayerTuned], None] | None) -> dict[str, tuple[Head, ...]]:
-        batches = batches_of(self.family, self.model, self.seed)
+        batches = self.family.batches(self.model, torch.Generator().manual_seed(self.seed))
         swapped, report = swap(self.model, kernel="eager", **self.family.swap_options)
         rows = {row.name: row for row in report.swapped}
         found: dict[str, tuple[Head, ...]] = {}
@@ -176,7 +176,6 @@ class _Search:
         for place, name in enumerate(order, start=1):
             started = time.perf_counter()
             counter = rows[name].counter
-            assert counter is not None
             recorder = Recorder(find_kernel("eager"))
             counter.kernel = recorder.as_kernel()
             run_batches(swapped, batches, [recorder], self.seed)
@@ -202,13 +201,11 @@ class _Search:
             return replace(dense, run=run)
 
         for row in report.swapped:
-            assert row.counter is not None
             row.counter.kernel = noting(row.name)
         run_batches(swapped, batches, [], self.seed)
         if idle := [row.name for row in report.swapped if row.name not in order]:
             raise TuningError(f"no calibration batch runs {', '.join(idle)}: there is nothing to tune it by")
         for row in report.swapped:
-            assert row.counter is not None
             row.counter.kernel = dense
         return order
 

@@ -27,12 +27,8 @@ class ApproximateForward(Forward):
     count: BlockCount = NOTHING  # of all layers and batches
 
     @property
-    def skipped_any(self) -> bool:
-        return self.count.skipped + self.count.pv_skipped > 0
-
-    @property
     def summary(self) -> str:
-        if not self.skipped_any:
+        if not self.count.skipped_any:
             return f"{super().summary}; no block skipped, so judged as an exact kernel"
         layer, end = self.farthest("layer"), self.farthest("end")
         assert layer.deviation is not None and end.deviation is not None
@@ -61,7 +57,7 @@ def compare_approximate(pair: ModelPair, *, meters: Meters, budget: Budget) -> A
         judged += _layers(controls, found, dense.goldens[name], batch, meters, budget)
         judged += _ends(controls, found, dense.goldens[name], batch, budget)
         count = sum((meter.count for meter in meters.values()), count)
-    if count.skipped + count.pv_skipped == 0:
+    if not count.skipped_any:
         exact = compare_forward(pair)
         return ApproximateForward(exact.judged, exact.batches, exact.problem, exact.goldens)
     return ApproximateForward(tuple(judged), dense.batches, _problem(judged), dense.goldens, count)

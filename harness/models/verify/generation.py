@@ -27,18 +27,18 @@ class Generation:
     first_difference: int | None = None  # step of the first token that is another one
 
 
-def compare_generation(pair: ModelPair, generate: Generate, *, meters: Meters | None = None) -> Generation:
+def compare_generation(pair: ModelPair, generate: Generate, *, meters: Meters) -> Generation:
     """With an approximate kernel that skipped something (`meters` tell), what differs is reported and no failure."""
 
     def run(model: nn.Module, batches: Batches) -> Tensor:
         with comparing(pair.seed):
             return generate(model, torch.Generator().manual_seed(pair.seed))
 
-    for meter in (meters or {}).values():
+    for meter in meters.values():
         meter.clear()
     before = pair.calls()
     found = run(pair.swapped, {})
-    approximate = any(meter.skipped_any for meter in (meters or {}).values())
+    approximate = any(meter.count.skipped_any for meter in meters.values())
     if idle := [layer or "the model" for layer in pair.idle_since(before)]:
         return Generation(f"bypassed: generation ran without the swapped {', '.join(idle)}", passed=False)
     if not found.is_floating_point():

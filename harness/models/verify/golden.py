@@ -22,7 +22,6 @@ T = TypeVar("T")
 Batches = Mapping[str, Batch]
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-REINTERPRET = frozenset({Tensor.view})  # `x.view(dtype)` asks for bits, not for precision
 # float64 draws are other numbers than float32 ones from the same seed: these draw as the reference does.
 RANDOM = frozenset({torch.rand, torch.randn, torch.rand_like, torch.randn_like})
 
@@ -35,18 +34,14 @@ class _TrueDouble(TorchFunctionMode):
         self.dtype, self.default = dtype, default
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in RANDOM:
             return self._draw(func, args, kwargs)
         if func is Tensor.float:
             return args[0].double()
-        if func in REINTERPRET:
+        if func is Tensor.view:  # `x.view(dtype)` asks for bits, not for precision
             return func(*args, **kwargs)
         if func is GROUPED_MM:
             return _grouped_mm(*args, **kwargs)
@@ -108,12 +103,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def draw_all(
-    model: nn.Module,
-    batches: Batches,
-    run: Callable[[nn.Module, Batches], T],
-    *,
-    seed: int,
-    fast_path: bool = False,
+    model: nn.Module, batches: Batches, run: Callable[[nn.Module, Batches], T], *, seed: int, fast_path: bool = False
 ) -> Draws[T]:
     """`run` on every draw of the reference, and on every golden."""
     dtype = dtype_of(model)

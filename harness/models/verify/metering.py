@@ -48,10 +48,10 @@ class Meter:
         self.count += tally.take()
         # Of what is hidden and not finite the shield makes a clean call, and that is looked at.
         if self.measuring and not is_spoilt(out, call):
-            if tally.last.skipped + tally.last.pv_skipped == 0:
-                self._judge_exact(out, q, k, v, call)
-            else:
+            if tally.last.skipped_any:
                 self.wrong = self.wrong or difference(tally, q, k, v, call, out)
+            else:
+                self._judge_exact(out, q, k, v, call)
             dense = dense_attention(q, k, v, call)
             self.pairs.setdefault(q.shape[2] == 1, []).append((self._counting(out), self._counting(dense)))
         return out, weights
@@ -81,10 +81,6 @@ class Meter:
         pv_skipped = count.pv_skipped / max(count.visible, 1)
         return dataclasses.replace(found, sparsity=count.sparsity, skipped_blocks=count.skipped, pv_skipped=pv_skipped)
 
-    @property
-    def skipped_any(self) -> bool:
-        return self.count.skipped + self.count.pv_skipped > 0
-
     def clear(self) -> None:
         self.pairs, self.count, self.exact, self.wrong = {}, NOTHING, None, None
 
@@ -99,7 +95,6 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
 def attach_meters(report: SwapReport) -> Meters:
     meters = {}
     for row in report.swapped:
-        assert row.counter is not None
         meters[row.name] = Meter(row.counter.kernel)
         row.counter.kernel = meters[row.name].as_kernel()
     return meters

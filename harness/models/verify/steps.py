@@ -100,7 +100,7 @@ class _Run:
     family: Family = field(init=False)
     structure: Structure = field(init=False)
     pair: ModelPair = field(init=False)
-    meters: Meters | None = None  # of an approximate kernel
+    meters: Meters = field(default_factory=dict)  # of an approximate kernel
 
     def through(self) -> Verification:
         self.done = Verification(self.name, self.kernel.name)
@@ -151,11 +151,11 @@ class _Run:
 
     def forward(self) -> tuple[Status, str]:
         limits = ""
-        if self.meters is None:
+        if not self.meters:
             found = compare_forward(self.pair)
         else:
             found = approximate = compare_approximate(self.pair, meters=self.meters, budget=self.budget)
-            if approximate.skipped_any:
+            if approximate.count.skipped_any:
                 self.done = replace(self.done, sparsity=approximate.count.sparsity)
                 limits = f"; {self.budget.describe(tuned_for=None if self.tuned is None else self.tuned.limit)}"
         self.done = replace(self.done, judged=found.judged)

@@ -103,7 +103,7 @@ def library_of(model: nn.Module) -> str | None:
     return next((library for library, base in ADAPTERS if (library, base) in homes), None)
 
 
-def _known_family(model: nn.Module) -> Family | None:
+def _known_family(model: Any) -> Family | None:
     """The family with this very class of models; any other causal language model of transformers does as LLaMA does."""
     for name in family_names():
         try:
@@ -112,14 +112,9 @@ def _known_family(model: nn.Module) -> Family | None:
             continue  # of the other library, which is not installed
         if family.library == library_of(model) and type(family.build({})) is type(model):
             return family
-    if _is_language_model(model):
+    if library_of(model) == "transformers" and model.can_generate() and not model.config.is_encoder_decoder:
         return replace(find_family("llama"), inspect=structure_of)
     return None
-
-
-def _is_language_model(model: Any) -> bool:
-    generates = library_of(model) == "transformers" and model.can_generate()
-    return generates and not model.config.is_encoder_decoder
 
 
 def _batches(name: str, inputs: Any) -> Mapping[str, Batch]:

@@ -1,12 +1,13 @@
 """Whole encoder layers: attention, feed-forward of 4 E, two LayerNorms."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from harness.case import Case
 from harness.variants.specs import MATMUL, VARIANTS, VariantSpec, resolve_head_dim
-from harness.variants.specs.grouped import grouped_case_params, grouped_flops
-from harness.variants.specs.latent import latent_case_params, latent_flops, resolve_latent
+from harness.variants.specs import grouped as grouped  # registers mha
+from harness.variants.specs import latent as latent  # registers mla_naive
 
 FEEDFORWARD_FACTOR = 4
 
@@ -26,37 +27,22 @@ def _resolve_mha(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"kv_heads": raw["heads"], "head_dim": resolve_head_dim({**raw, "head_dim": None})}
 
 
-for _name, _title in (
-    ("block_post_ln", "encoder layer, LayerNorm after each sub-layer (torch's default)"),
-    ("block_pre_ln", "encoder layer, LayerNorm before each sub-layer"),
-):
-    VARIANTS.add(
-        _name,
-        VariantSpec(
-            name=_name,
-            title=_title,
-            axes=frozenset(),
-            phases=("prefill", "train"),
-            resolve=_resolve_mha,
-            params=lambda case: _rest_params(case) + grouped_case_params(case),
-            kv_elements_per_token=None,
-            flops=lambda case: _rest_flops(case) + grouped_flops(case),
-            reference=lambda _: "torch_encoder_layer",
-        ),
-    )
-
-VARIANTS.add(
-    "block_mla",
-    VariantSpec(
-        name="block_mla",
-        title="pre-LN encoder layer around MLA",
-        axes=frozenset({"q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"}),
+def _add(name: str, title: str, inner: VariantSpec, reference: str) -> None:
+    """The variant `inner`, with the rest of an encoder layer around it."""
+    block = replace(
+        inner,
+        name=name,
+        title=title,
         phases=("prefill", "train"),
-        resolve=resolve_latent,
-        params=lambda case: _rest_params(case) + latent_case_params(case),
+        params=lambda case: _rest_params(case) + inner.params(case),
         kv_elements_per_token=None,
-        flops=lambda case: _rest_flops(case) + latent_flops(case),
-        reference=lambda _: "mla_block",
-        swap_options={"mode": "naive"},
-    ),
-)
+        flops=lambda case: _rest_flops(case) + inner.flops(case),
+        reference=lambda _: reference,
+    )
+    VARIANTS.add(name, block)
+
+
+_MHA = replace(VARIANTS["mha"], resolve=_resolve_mha)
+_add("block_post_ln", "encoder layer, LayerNorm after each sub-layer (torch's default)", _MHA, "torch_encoder_layer")
+_add("block_pre_ln", "encoder layer, LayerNorm before each sub-layer", _MHA, "torch_encoder_layer")
+_add("block_mla", "pre-LN encoder layer around MLA", VARIANTS["mla_naive"], "mla_block")

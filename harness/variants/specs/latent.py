@@ -13,7 +13,7 @@ and left out; so is the decompressor, which both read once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.case import PHASES, Case
 from harness.variants.specs import MATMUL, VARIANTS, Impossible, VariantSpec, at_least_one, resolve_head_dim
@@ -21,11 +21,11 @@ from harness.variants.specs import MATMUL, VARIANTS, Impossible, VariantSpec, at
 # A round figure for how many FLOPs a byte from memory is worth. Crossovers of the two forms, seen at two sizes on one
 # loaded machine, ask for about 3 and about 25: it decides only calls whose two prices are near each other.
 FLOPS_PER_BYTE = 8
+AXES = ("q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim")
 WIDE = 4  # bytes of the narrowest dtype that is scored as it is; narrower ones are widened first
 
 
-@dataclass(frozen=True)
-class LatentSizes:
+class LatentSizes(NamedTuple):
     """H, N, R, V and r."""
 
     heads: int
@@ -33,6 +33,19 @@ class LatentSizes:
     rope: int
     value: int
     rank: int
+
+    @classmethod
+    def of(cls, case: Case) -> "LatentSizes":
+        assert case.kv_lora_rank is not None and case.rope_head_dim is not None and case.v_head_dim is not None
+        return cls(case.heads, case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank)
+
+    @property
+    def latent_kv_elements(self) -> int:
+        return self.rank + self.rope
+
+    @property
+    def expanded_kv_elements(self) -> int:
+        return self.heads * (self.nope + self.rope + self.value)
 
 
 @dataclass(frozen=True)
@@ -64,34 +77,36 @@ def choose(sizes: LatentSizes, queries: int, keys: int, *, itemsize: int = WIDE)
     return FormChoice(absorbed_cost(sizes, queries, keys, itemsize), expanded_cost(sizes, queries, keys, itemsize))
 
 
-def expanded_flops(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int, fresh: int) -> int:
+def expanded_flops(sizes: LatentSizes, queries: int, keys: int, fresh: int) -> int:
     """Decompress `fresh` latents, then attend per head."""
-    return MATMUL * (fresh * rank * heads * (nope + value) + queries * keys * heads * (nope + rope + value))
+    H, N, R, V, r = sizes
+    return MATMUL * (fresh * r * H * (N + V) + queries * keys * H * (N + R + V))
 
 
-def absorbed_flops(heads: int, nope: int, rope: int, value: int, rank: int, queries: int, keys: int) -> int:
+def absorbed_flops(sizes: LatentSizes, queries: int, keys: int) -> int:
     """Move the queries into latent space, attend there, and bring the result back."""
-    return MATMUL * queries * heads * (nope * rank + keys * (2 * rank + rope) + rank * value)
+    H, N, R, V, r = sizes
+    return MATMUL * queries * H * (N * r + keys * (2 * r + R) + r * V)
 
 
 def expanded_cost(sizes: LatentSizes, queries: int, keys: int, itemsize: int) -> Cost:
-    H, N, R, V, r = sizes.heads, sizes.nope, sizes.rope, sizes.value, sizes.rank
+    H, N, R, V, r = sizes
     made = r + R + H * (N + V)  # per key: the latent read, its decompressed parts written
     joined = H * N + R + H * (N + R)  # nope parts and k_pe read, whole keys written
     attended = H * (N + R) + H * V
     per_query = H * (N + R + V)
     return Cost(
-        expanded_flops(H, N, R, V, r, queries, keys, keys),
+        expanded_flops(sizes, queries, keys, keys),
         itemsize * (keys * (made + joined) + queries * per_query) + _read_bytes(keys * attended, itemsize),
     )
 
 
 def absorbed_cost(sizes: LatentSizes, queries: int, keys: int, itemsize: int) -> Cost:
-    H, N, R, V, r = sizes.heads, sizes.nope, sizes.rope, sizes.value, sizes.rank
+    H, _, R, V, r = sizes
     attended = (r + R) + r  # per key, shared by all heads: the latent once as key, once as value
     per_query = H * (r + (r + R) + r + V)  # moved, joined with q_pe, mixed, brought back
     return Cost(
-        absorbed_flops(H, N, R, V, r, queries, keys),
+        absorbed_flops(sizes, queries, keys),
         itemsize * queries * per_query + _read_bytes(keys * attended, itemsize),
     )
 
@@ -102,31 +117,15 @@ def _read_bytes(elements: int, itemsize: int) -> int:
 
 
 def latent_params(
-    embed_dim: int,
-    heads: int,
-    nope: int,
-    rope: int,
-    value: int,
-    rank: int,
-    q_rank: int | None,
-    *,
-    bias: bool = False,
-    latent_norm: bool = True,
+    embed_dim: int, sizes: LatentSizes, q_rank: int | None, *, bias: bool = False, latent_norm: bool = True
 ) -> int:
-    queries = heads * (nope + rope)
+    H, N, R, V, r = sizes
+    queries = H * (N + R)
     q = embed_dim * queries if q_rank is None else embed_dim * q_rank + q_rank + q_rank * queries
-    norm = rank if latent_norm else 0
-    weights = q + embed_dim * (rank + rope) + norm + rank * heads * (nope + value) + heads * value * embed_dim
-    biases = queries + (q_rank or 0) + (rank + rope) + heads * (nope + value) + embed_dim
+    norm = r if latent_norm else 0
+    weights = q + embed_dim * (r + R) + norm + r * H * (N + V) + H * V * embed_dim
+    biases = queries + (q_rank or 0) + (r + R) + H * (N + V) + embed_dim
     return weights + (biases if bias else 0)
-
-
-def latent_kv_elements(rank: int, rope: int) -> int:
-    return rank + rope
-
-
-def expanded_kv_elements(heads: int, nope: int, rope: int, value: int) -> int:
-    return heads * (nope + rope + value)
 
 
 def absorbs(case: Case, queries: int, keys: int) -> bool:
@@ -134,41 +133,26 @@ def absorbs(case: Case, queries: int, keys: int) -> bool:
     mode = VARIANTS[case.variant].swap_options["mode"]
     if mode != "auto":
         return bool(mode == "absorbed")
-    nope, rope, value, rank = _dims(case)
-    return choose(LatentSizes(case.heads, nope, rope, value, rank), queries, keys, itemsize=case.item_bytes).absorbs
+    return choose(LatentSizes.of(case), queries, keys, itemsize=case.item_bytes).absorbs
 
 
-def _dims(case: Case) -> tuple[int, int, int, int]:
-    assert case.kv_lora_rank is not None and case.rope_head_dim is not None and case.v_head_dim is not None
-    return case.head_dim, case.rope_head_dim, case.v_head_dim, case.kv_lora_rank
-
-
-def latent_case_params(case: Case) -> int:
-    nope, rope, value, rank = _dims(case)
-    return latent_params(case.embed_dim, case.heads, nope, rope, value, rank, case.q_lora_rank, bias=case.bias)
-
-
-def _latent_elements(case: Case) -> int:
-    _, rope, _, rank = _dims(case)
-    return latent_kv_elements(rank, rope)
-
-
-def _expanded_elements(case: Case) -> int:
-    nope, rope, value, _ = _dims(case)
-    return expanded_kv_elements(case.heads, nope, rope, value)
+def _kv_elements(case: Case) -> int:
+    sizes = LatentSizes.of(case)
+    return sizes.expanded_kv_elements if case.variant == "mla_naive" else sizes.latent_kv_elements
 
 
 def latent_flops(case: Case) -> int:
-    nope, rope, value, rank = _dims(case)
-    h, d, keys = case.heads, case.embed_dim, case.kv_len
+    sizes = LatentSizes.of(case)
+    H, N, R, V, r = sizes
+    E, keys = case.embed_dim, case.kv_len
     queries = 1 if case.phase == "decode" else case.seq_len
-    q = d * h * (nope + rope) if case.q_lora_rank is None else case.q_lora_rank * (d + h * (nope + rope))
-    projections = MATMUL * queries * (q + d * (rank + rope) + h * value * d)
+    q = E * H * (N + R) if case.q_lora_rank is None else case.q_lora_rank * (E + H * (N + R))
+    projections = MATMUL * queries * (q + E * (r + R) + H * V * E)
     if absorbs(case, queries, keys):
-        core = absorbed_flops(h, nope, rope, value, rank, queries, keys)
+        core = absorbed_flops(sizes, queries, keys)
     else:
         fresh = keys if case.variant == "mla" else queries  # an expanded cache decompresses new tokens only
-        core = expanded_flops(h, nope, rope, value, rank, queries, keys, fresh)
+        core = expanded_flops(sizes, queries, keys, fresh)
     forward = case.batch * (projections + core)
     return 3 * forward if case.phase == "train" else forward
 
@@ -176,8 +160,7 @@ def latent_flops(case: Case) -> int:
 def resolve_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Ranks that are not given follow DeepSeek's proportions: r = 4 N, R = N / 2, V = N."""
     head_dim = resolve_head_dim(raw)
-    keys = ("q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim")
-    given = {key: at_least_one(key, raw[key]) for key in keys if raw[key] is not None}
+    given = {key: at_least_one(key, raw[key]) for key in AXES if raw[key] is not None}
     rope = given.get("rope_head_dim", max(2, head_dim // 4 * 2))
     if rope % 2:
         raise Impossible("rope_head_dim", rope, "must be even: RoPE turns pairs of channels")
@@ -191,21 +174,21 @@ def resolve_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-for _name, _title, _mode, _elements in (
-    ("mla", "multi-head latent: latent cache, absorbed where that is cheaper", "auto", _latent_elements),
-    ("mla_absorbed", "MLA that always attends in latent space", "absorbed", _latent_elements),
-    ("mla_naive", "MLA with decompressed keys and values in its cache", "naive", _expanded_elements),
+for _name, _title, _mode in (
+    ("mla", "multi-head latent: latent cache, absorbed where that is cheaper", "auto"),
+    ("mla_absorbed", "MLA that always attends in latent space", "absorbed"),
+    ("mla_naive", "MLA with decompressed keys and values in its cache", "naive"),
 ):
     VARIANTS.add(
         _name,
         VariantSpec(
             name=_name,
             title=_title,
-            axes=frozenset({"q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"}),
+            axes=frozenset(AXES),
             phases=PHASES,
             resolve=resolve_latent,
-            params=latent_case_params,
-            kv_elements_per_token=_elements,
+            params=lambda case: latent_params(case.embed_dim, LatentSizes.of(case), case.q_lora_rank, bias=case.bias),
+            kv_elements_per_token=_kv_elements,
             flops=latent_flops,
             reference=lambda _: "sdpa_mla",
             swap_options={"mode": _mode},
