@@ -90,11 +90,13 @@ def milliseconds(value: Any) -> str:
     return ABSENT if is_absent(value) else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def measured_line(measured_share: float | None, elapsed: float | None) -> str | None:
-    """None where nothing was clocked: no share is made up."""
-    if measured_share is None or elapsed is None:
-        return None
-    return f"{percent(measured_share)} of {elapsed:.0f} s inside measured or compared calls"
+def strict_json(value: Any) -> Any:
+    """JSON as JavaScript reads it has no NaN and no infinity, yet those are findings: as text, as in records.jsonl."""
+    if isinstance(value, dict):
+        return {key: strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plain(text: Any) -> str:
@@ -161,11 +163,9 @@ def configure(*, quiet: bool = False, verbose: bool = False) -> None:
     logger = logging.getLogger("harness")
     logger.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING)
     logger.propagate = False
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    logger.addHandler(handler)
+    logger.handlers = [handler]
 
 
 @contextmanager

@@ -72,8 +72,7 @@ def execute(options: argparse.Namespace) -> int:
     written = [_write(each, runs, _target(options, formats, each)) for each in formats if each not in own]
     if not options.quiet:
         for folder, frame in zip(options.folders, frames, strict=True):
-            share, elapsed = frame.attrs["measured_share"], frame.attrs["elapsed"]
-            print_summary(frame, terminal(), folder=folder, measured_share=share, elapsed=elapsed)
+            print_summary(frame, terminal(), folder=folder)
         for path in written:
             terminal().print(str(path), highlight=False, markup=False, soft_wrap=True)
     return EQUAL

@@ -30,7 +30,7 @@ def execute(options: argparse.Namespace) -> int:
     from harness.report.show import print_run
 
     run = read_run(options.folder)
-    share, elapsed = measured_share(store.read(options.folder).records)
+    run.frame.attrs |= measured_share(store.read(options.folder).records)
     if not options.quiet:
-        print_run(run, terminal(), measured_share=share, elapsed=elapsed)
+        print_run(run, terminal())
     return EQUAL

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from harness.commands import override
 from harness.errors import EQUAL, NOT_EQUAL, BadInput
 from harness.models.families.names import family_names
-from harness.text import terminal
+from harness.text import plain, terminal
 
 if TYPE_CHECKING:
     from harness.environment import Environment
@@ -120,7 +120,8 @@ def _verify_all(targets: Sequence[str], options: argparse.Namespace) -> "list[Ve
     from harness.models.tuning import file as tuning_file
     from harness.models.tuning.heads import placeholder, tuned_name
     from harness.models.verify.steps import not_loaded, verify
-    from harness.report.verification import print_layers, print_name, print_step, print_verdict
+    from harness.report.terminal import say
+    from harness.report.verification import print_layers, print_step, print_verdict
 
     console = terminal()
     console.quiet = options.quiet
@@ -133,7 +134,7 @@ def _verify_all(targets: Sequence[str], options: argparse.Namespace) -> "list[Ve
     folder: Path | None = None
     found: list[Verification] = []
     for target in targets:
-        print_name(target, console)
+        say(console, plain(target), style="bold", whole=True)
         try:
             done = verify(
                 target,

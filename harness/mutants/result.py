@@ -5,7 +5,6 @@ Nothing here imports torch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import pandas as pd
 
@@ -61,9 +60,6 @@ class CellResult:
         found = dict.fromkeys(f.by for f in self.findings if f.outcome in (MISMATCH, DEGRADED) and f.by is not None)
         return tuple(sorted(found, key=lambda by: REGIMES.index(by) if by in REGIMES else len(REGIMES)))
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"case_id": self.case.case_id}
-
 
 @dataclass(frozen=True)
 class Study:
@@ -104,12 +100,7 @@ class StudyVerdict:
 
 def findings_frame(cells: Sequence[CellResult]) -> pd.DataFrame:
     """One row for each saboteur in each cell whose right candidate is ok."""
-    rows = [
-        (f.saboteur, cell.case.case_id, *(getattr(cell.case, axis) for axis in AXES), cell.case.seq_len,
-         cell.case.batch, f.outcome, f.by, f.tensor, f.err_ratio, f.message, f.explanation)
-        for cell in cells
-        for f in cell.findings
-    ]  # fmt: skip
+    rows = [asdict(cell.case) | {"case_id": cell.case.case_id} | asdict(f) for cell in cells for f in cell.findings]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"err_ratio": "float64"})
 
 

@@ -4,13 +4,13 @@ import functools
 import gc
 import json
 import logging
-import math
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from harness.registry import Registry
 from harness.store import take_shard
 from harness.suite.config import load_suite
 from harness.suite.schema import REGIMES
-from harness.text import progress
+from harness.text import progress, strict_json
 
 KERNEL = "eager"  # the right candidate, which the saboteurs take the place of
 RECORDS, TABLE, CELLS = "sensitivity.jsonl", "sensitivity.csv", "cells.csv"
@@ -125,13 +125,5 @@ def _one_thread_each() -> Iterator[None]:
 def _append(path: Path, cell: CellResult) -> None:
     """After each cell, so that an interrupted study leaves what it found."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(cell.as_json()), ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """Strict JSON knows no infinity, yet an infinite error is a finding."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        row = asdict(cell) | {"case_id": cell.case.case_id}
+        file.write(json.dumps(strict_json(row), ensure_ascii=False, allow_nan=False) + "\n")

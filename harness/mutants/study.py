@@ -25,16 +25,7 @@ from harness.cell.state import preserved
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager
 from harness.kernels.front import find_kernel
-from harness.mutants.result import (
-    DEGRADED,
-    ERROR,
-    MISMATCH,
-    NOT_APPLICABLE,
-    SURVIVED,
-    CellResult,
-    SaboteurFinding,
-    Threshold,
-)
+from harness.mutants.result import ERROR, MISMATCH, NOT_APPLICABLE, SURVIVED, CellResult, SaboteurFinding, Threshold
 from harness.mutants.saboteurs.saboteur import Saboteur
 from harness.swaps import VARIANT, swap
 from harness.variants.specs import VARIANTS
@@ -164,7 +155,7 @@ def threshold(cell: "StudiedCell") -> Threshold:
             for verdict in verdicts:
                 if verdict.status == MISMATCH:
                     return MISMATCH
-                worst = DEGRADED if verdict.status == DEGRADED else worst
+                worst = worst if verdict.status in PASSING else verdict.status
         return worst
 
     return smallest_seen(status)
@@ -175,7 +166,7 @@ def smallest_seen(status_of: Callable[[float], str]) -> Threshold:
     status = functools.cache(status_of)
     return Threshold(
         mismatch=_last(lambda error: status(error) == MISMATCH),
-        seen=_last(lambda error: status(error) in (MISMATCH, DEGRADED)),
+        seen=_last(lambda error: status(error) not in PASSING),
     )
 
 

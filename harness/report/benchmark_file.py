@@ -16,6 +16,7 @@ from harness import store
 from harness.case import CASE_FIELDS
 from harness.environment import Environment
 from harness.record import Record
+from harness.text import strict_json
 
 BENCHMARKS = "benchmark.json"
 SCHEMA = "5.3.1"  # the version of pytest-benchmark whose file this is like
@@ -34,8 +35,7 @@ def write_benchmarks(folder: Path, records: Sequence[Record]) -> Path | None:
     if not benchmarks:
         path.unlink(missing_ok=True)  # of an earlier session that was timed
         return None
-    has_environment = (folder / store.ENVIRONMENT).exists()
-    environment = store.read_environment(folder) if has_environment else None
+    environment = store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None
     finished = datetime.fromtimestamp((folder / store.RECORDS).stat().st_mtime, UTC)
     document = {
         "machine_info": _machine(environment),
@@ -49,7 +49,7 @@ def write_benchmarks(folder: Path, records: Sequence[Record]) -> Path | None:
 
 
 def _benchmarks(record: Record) -> list[dict[str, Any]]:
-    extra = {name: _strict(getattr(record, name)) for name in METRICS}
+    extra = strict_json({name: getattr(record, name) for name in METRICS})
     axes = {name: getattr(record, name) for name in CASE_FIELDS}
     return [
         {
@@ -130,8 +130,3 @@ def _commit(environment: Environment | None) -> dict[str, Any]:
     if environment is None:
         return {"id": "unknown", "dirty": False}
     return {"id": environment.commit or "unknown", "dirty": bool(environment.dirty), "project": "attention-harness"}
-
-
-def _strict(value: Any) -> Any:
-    """Strict JSON, as JavaScript reads it, has no NaN and no infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

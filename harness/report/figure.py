@@ -32,9 +32,8 @@ def tradeoffs(runs: "Sequence[StoredRun]") -> Any:
     drawn = points.loc[points["setting"].isin(panels), wanted].assign(front=points["beaten_by"].map(len) == 0)
     chart = layers(drawn.reset_index(names="row"), variants=drawn["variant"], runs=drawn["run"])
     facet = alt.Facet("setting:N", title=None, sort=panels)
-    return (
-        chart.properties(width=270, height=220).facet(facet=facet, columns=2).resolve_scale(x="shared", y="independent")
-    )
+    small = chart.properties(width=270, height=220)
+    return small.facet(facet=facet, columns=2).resolve_scale(x="shared", y="independent")
 
 
 def _fullest(frame: pd.DataFrame) -> list[str]:

@@ -19,23 +19,20 @@ SUMMARY = "summary.md"
 def rebuild(folder: Path, *, suite: str | None = None, elapsed: float | None = None) -> pd.DataFrame:
     """Tables, summary.md, benchmark.json. `elapsed`: the wall time of the run where known, else the time of its cases.
 
-    `frame.attrs` holds what else is to be told: which cells are missing, how to go on, and which file each kernel of a
-    user's own came from.
+    `frame.attrs` holds what else is to be told: which cells are missing, how to go on, which file each kernel of a
+    user's own came from, and the share of time that was measured.
     """
     folder = Path(folder)
     stored = store.read(folder)
     frame = store.write_tables(folder, stored.records)
-    frame.attrs |= told(stored, folder)
-    share, seconds = measured_share(stored.records, elapsed)
+    frame.attrs |= told(stored, folder) | measured_share(stored.records, elapsed)
     environment = store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None
-    text = summary_markdown(
-        frame, environment, suite=suite or known_name(folder), measured_share=share, elapsed=seconds
-    )
+    own_name = suite_name(folder) if (folder / store.CONFIG).exists() else folder.resolve().name
+    text = summary_markdown(frame, environment, suite=suite or own_name)
     if is_approximate(frame):
         text += "\n" + "\n\n".join(sparsity_markdown(folder)) + "\n"
     store.write_atomically(folder / SUMMARY, text.encode())
     write_benchmarks(folder, stored.records)
-    frame.attrs |= {"measured_share": share, "elapsed": seconds}
     return frame
 
 
@@ -56,14 +53,9 @@ def told(stored: store.Stored, folder: Path) -> dict[str, Any]:
     return {"missing": list(stored.missing), "notes": notes}
 
 
-def known_name(folder: Path) -> str:
-    return suite_name(folder) if (folder / store.CONFIG).exists() else folder.resolve().name
-
-
-def measured_share(records: list[Record], elapsed: float | None = None) -> tuple[float | None, float | None]:
-    """The share of time spent inside measured or compared calls, and of how many seconds; None where not clocked."""
+def measured_share(records: list[Record], elapsed: float | None = None) -> dict[str, Any]:
+    """For `frame.attrs`: the share of time spent inside measured or compared calls, and of how many seconds. Nothing
+    where nothing was clocked: no share is made up."""
     measured = [record.measured_seconds for record in records if record.measured_seconds is not None]
     seconds = elapsed if elapsed is not None else sum(record.seconds or 0.0 for record in records)
-    if not measured or not seconds > 0:
-        return None, None
-    return sum(measured) / seconds, seconds
+    return {"measured_share": sum(measured) / seconds, "elapsed": seconds} if measured and seconds > 0 else {}

@@ -1,18 +1,16 @@
 """The gate's verdict as files in the run's folder: gate.md for people, gate.xml for CI, gate.json for programs."""
 
 import json
-import math
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from harness import store
 from harness.gate.findings import Finding, GateOutcome, TimingVerdict
 from harness.report.gate_text import gate_markdown
-from harness.text import plain
+from harness.text import plain, strict_json
 
 MARKDOWN, JUNIT, JSON = "gate.md", "gate.xml", "gate.json"
 WHOLE_RUN, WHOLE_NIGHT = "the whole run", "the whole night"
@@ -45,16 +43,7 @@ def gate_json(outcome: GateOutcome) -> str:
         "findings": [asdict(finding) for finding in outcome.findings],
         "timing": [{**asdict(verdict), "fails": outcome.fails(verdict)} for verdict in outcome.timing],
     }
-    return json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """Strict JSON knows no non-finite number: they are written as text, as in records.jsonl."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(strict_json(document), indent=2, allow_nan=False) + "\n"
 
 
 def junit_xml(outcome: GateOutcome) -> str:

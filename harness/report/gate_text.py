@@ -95,11 +95,10 @@ def _cells(amount: int) -> str:
 
 def print_timing(outcome: GateOutcome, console: Console, *, written: bool) -> None:
     """All cells where nothing is `written` that has the others."""
-    interesting = outcome.timed("regression", "improvement", "inconclusive")
     versions = f"{plain(outcome.base)} -> {plain(outcome.head)}"
     say(console, f"timing {plain(outcome.suite)}: {versions}, cell by cell in turn", whole=True)
     for name in ("regression", "inconclusive", "improvement"):
-        verdicts = [one for one in interesting if one.verdict == name]
+        verdicts = outcome.timed(name)
         for one in verdicts[:SHOWN] if written else verdicts:
             say(console, *_lines(one), whole=True)
         if written and len(verdicts) > SHOWN:

@@ -1,12 +1,14 @@
 """summary.md: the terminal's story as GitHub tables, for a CI job's page and for reading later."""
 
+from operator import itemgetter
+
 import pandas as pd
 
 from harness.environment import Environment
 from harness.report import story
 from harness.report.summary import judge, not_ok, summarise
 from harness.report.table import Code, Column, Table, code, escaped
-from harness.text import count, first_line, interval, measured_line, milliseconds, ratio, small
+from harness.text import count, first_line, interval, milliseconds, ratio, small
 
 SHOWN = 20
 ID = Column("cell", lambda row: Code(row["case_id"]), left=True)
@@ -27,14 +29,7 @@ CELL = [
 ]
 
 
-def summary_markdown(
-    frame: pd.DataFrame,
-    environment: Environment | None,
-    *,
-    suite: str | None = None,
-    measured_share: float | None = None,
-    elapsed: float | None = None,
-) -> str:
+def summary_markdown(frame: pd.DataFrame, environment: Environment | None, *, suite: str | None = None) -> str:
     verdict = judge(frame)
     parts = [f"# {escaped(suite)}: {story.headline(verdict)}" if suite else f"# {story.headline(verdict)}"]
     worst = story.worst_line(verdict)
@@ -48,7 +43,7 @@ def summary_markdown(
         columns = [STATUS, ID, Column("why", story.explain, left=True)]
         parts += ["## Not ok", Table(columns, bad.head(SHOWN).to_dict("records")).markdown()]
         parts += [f"+{len(bad) - SHOWN} more, see results.csv"] if len(bad) > SHOWN else []
-    if line := measured_line(measured_share, elapsed):
+    if line := story.measured_line(frame):
         parts.append(line)
     if environment is not None:
         parts += ["## Environment", environment_table(environment)]
@@ -72,6 +67,5 @@ def environment_table(environment: Environment) -> str:
         ("platform", environment.platform),
         ("commit", f"{environment.commit}{state}" if environment.commit else f"none{state}"),
     ]
-    return Table(
-        [Column("", lambda row: row[0], left=True), Column("", lambda row: row[1], left=True)], rows
-    ).markdown()
+    columns = [Column("", itemgetter(place), left=True) for place in (0, 1)]
+    return Table(columns, rows).markdown()

@@ -32,8 +32,7 @@ def finish(frame: pd.DataFrame, folder: Path, *, quiet: bool, strict: bool) -> i
     """The end of a run, measured or merged: writes its page, prints its summary, returns its exit code."""
     write_own_page(folder, frame)
     if not quiet:
-        share, elapsed = frame.attrs["measured_share"], frame.attrs["elapsed"]
-        print_summary(frame, terminal(), folder=folder, measured_share=share, elapsed=elapsed)
+        print_summary(frame, terminal(), folder=folder)
         if is_approximate(frame):
             print_sparsity(folder, terminal())
     verdict = judge(frame)
@@ -41,20 +40,14 @@ def finish(frame: pd.DataFrame, folder: Path, *, quiet: bool, strict: bool) -> i
     return EQUAL if verdict.passed and not degraded else NOT_EQUAL
 
 
-def print_run(
-    run: StoredRun, console: Console, *, measured_share: float | None = None, elapsed: float | None = None
-) -> None:
-    print_summary(run.frame, console, folder=None, measured_share=measured_share, elapsed=elapsed)
+def print_run(run: StoredRun, console: Console) -> None:
+    print_summary(run.frame, console, folder=None)
     frame = combine([run]).astype({"err_ratio": "float64", "latency_ms": "float64"})
     setting, cells = largest_choice(frame)
-    limit = f"{OK_FACTOR:g} N"
+    height = f"in the run's order, from 0 to the full height at {OK_FACTOR:g} N: the limit of ok"
     for title, table, note in (
         ("Latency over sequence length", curves(frame), "longer to the right; each row from its lowest to its highest"),
-        (
-            "Error/N over cells",
-            errors(frame),
-            f"in the run's order, from 0 to the full height at {limit}: the limit of ok",
-        ),
+        ("Error/N over cells", errors(frame), height),
         (f"KV cache against decode latency, {setting}", tradeoffs(cells), "*: none has a smaller cache and is faster"),
         ("Slowest beside the reference", slowest(frame), ""),
         ("Largest errors", worst(frame), ""),
@@ -91,16 +84,14 @@ def curves(frame: pd.DataFrame) -> Table:
 
 
 def errors(frame: pd.DataFrame) -> Table:
-    judged = frame[frame["err_ratio"].notna()]
+    judged = frame[frame["err_ratio"].notna()].groupby("variant", sort=False)["err_ratio"]
     columns = [
         Column("variant", lambda row: row[0], left=True),
         Column("cells", lambda row: f"{len(row[1]):,}"),
         Column("", lambda row: sparkline(condense(row[1]), low=0, high=OK_FACTOR), left=True),
         Column("worst", lambda row: ratio(max(row[1]))),
     ]
-    return Table(
-        columns, [(name, cells.tolist()) for name, cells in judged.groupby("variant", sort=False)["err_ratio"]]
-    )
+    return Table(columns, [(name, cells.tolist()) for name, cells in judged])
 
 
 def largest_choice(frame: pd.DataFrame) -> tuple[str, pd.DataFrame]:

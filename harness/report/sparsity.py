@@ -24,7 +24,6 @@ LEGEND = (
 )
 PARTS = ("variant", "seq_len", "mask", "phase", "dtype", "batch", "embed_dim")  # of a cell's name
 DROPPED = ("interval", "cosine", "PV skipped")  # in this order where the terminal is too narrow; summary.md has all
-Entry = dict[str, Any]
 
 
 def is_approximate(frame: pd.DataFrame) -> bool:
@@ -32,7 +31,7 @@ def is_approximate(frame: pd.DataFrame) -> bool:
     return bool(frame["sparsity"].notna().any())
 
 
-def entries(records: Sequence[Record]) -> list[tuple[Record, Entry]]:
+def entries(records: Sequence[Record]) -> list[tuple[Record, dict[str, Any]]]:
     """Every regime of every approximate cell, in the order of the table."""
     return [(record, entry) for record in records for entry in record.approximation]
 

@@ -8,7 +8,7 @@ import pandas as pd
 from harness.record import EQUAL_STATUSES, FAILING, OK_FACTOR
 from harness.report.summary import TIMED, RunVerdict
 from harness.report.table import Column, Table
-from harness.text import first_line, interval, is_absent, plain, ratio, small, span
+from harness.text import first_line, interval, is_absent, percent, plain, ratio, small, span
 
 LEGEND = (
     f"error/N: the worst cell's error over its noise floor N, ok up to {OK_FACTOR:g}; max error and budget "
@@ -43,6 +43,12 @@ def worst_line(verdict: RunVerdict) -> str | None:
         return None
     note = f" ({verdict.unjudged} failed without an error to compare)" if verdict.unjudged else ""
     return f"worst error {ratio(verdict.worst_err_ratio)} N, ok up to {OK_FACTOR:g} N{note}"
+
+
+def measured_line(frame: pd.DataFrame) -> str | None:
+    """None where nothing was clocked."""
+    share, elapsed = frame.attrs.get("measured_share"), frame.attrs.get("elapsed")
+    return None if elapsed is None else f"{percent(share)} of {elapsed:.0f} s inside measured or compared calls"
 
 
 def explain(row: Row) -> str:

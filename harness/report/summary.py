@@ -13,6 +13,18 @@ MATCHED = ["embed_dim", "heads", "head_dim", "seq_len", "batch", "mask", "dtype"
 TIMED = ("prefill", "decode", "train")
 # Severity in the list of cells that are not ok: what fails the run comes first.
 ORDER = ("mismatch", "error", "oom", "timeout", "degraded", "unsupported")
+SPEEDS = ("ratio", "ratio_min", "ratio_max", "latency_vs_mha")
+DTYPES = {
+    **dict.fromkeys(("variant", "kernel"), "string"),
+    **dict.fromkeys(("cells", "ok", "degraded", "unsupported", "failed"), "Int64"),
+    **dict.fromkeys(("worst_err_ratio", "worst_max_abs_err", "worst_err_budget"), "float64"),
+    "worst_case_id": "string",
+    "params_min": "Int64",
+    "params_max": "Int64",
+    "params_vs_mha": "float64",
+    **dict.fromkeys(("kv_bytes_per_token_min", "kv_bytes_per_token_max", "kv_bytes_per_token_vs_mha"), "float64"),
+    **{f"{phase}_{speed}": "float64" for phase in TIMED for speed in SPEEDS},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +118,3 @@ def _beside_mha(frame: pd.DataFrame) -> pd.DataFrame:
     base = frame[frame["variant"] == BASE].drop_duplicates(MATCHED, keep=False)
     wanted = [*MATCHED, "params", "kv_bytes_per_token", "latency_ms", "status"]
     return frame.merge(base[wanted], on=MATCHED, suffixes=("", "_mha"), validate="many_to_one")
-
-
-def _dtypes() -> dict[str, str]:
-    counts = ("cells", "ok", "degraded", "unsupported", "failed")
-    types = {"variant": "string", "kernel": "string", **dict.fromkeys(counts, "Int64")}
-    types |= dict.fromkeys(("worst_err_ratio", "worst_max_abs_err", "worst_err_budget"), "float64")
-    types |= {"worst_case_id": "string", "params_min": "Int64", "params_max": "Int64", "params_vs_mha": "float64"}
-    types |= dict.fromkeys(("kv_bytes_per_token_min", "kv_bytes_per_token_max", "kv_bytes_per_token_vs_mha"), "float64")
-    for phase in TIMED:
-        names = (f"{phase}_ratio", f"{phase}_ratio_min", f"{phase}_ratio_max", f"{phase}_latency_vs_mha")
-        types |= dict.fromkeys(names, "float64")
-    return types
-
-
-DTYPES = _dtypes()

@@ -12,20 +12,13 @@ from harness.gate.findings import Finding
 from harness.record import FAILING
 from harness.report import story
 from harness.report.summary import judge, not_ok, summarise
-from harness.text import first_line, measured_line, plain
+from harness.text import first_line, plain
 
 SHOWN = 20
 SHOWN_FILES = ("report.html", "summary.md", "results.csv", "results.parquet", "records.jsonl", "benchmark.json")
 
 
-def print_summary(
-    frame: pd.DataFrame,
-    console: Console,
-    *,
-    folder: Path | None,
-    measured_share: float | None = None,
-    elapsed: float | None = None,
-) -> None:
+def print_summary(frame: pd.DataFrame, console: Console, *, folder: Path | None) -> None:
     verdict = judge(frame)
     title = story.headline(verdict)
     style = {"EQUAL": "bold green", "WITHIN LIMITS": "bold green"}.get(title, "bold red")
@@ -37,7 +30,7 @@ def print_summary(
         _print_variants(summarise(frame), console)
     _print_not_ok(not_ok(frame), console)
     console.print()
-    if line := measured_line(measured_share, elapsed):
+    if line := story.measured_line(frame):
         say(console, line)
     say(console, *map(plain, frame.attrs.get("notes", ())), whole=True)
     if folder is not None:

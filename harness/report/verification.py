@@ -8,7 +8,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
@@ -45,10 +44,6 @@ LEGEND_APPROXIMATE = (
     "of a layer's attention on the q, k and v that it was given (worst batch), and of the model's output.",
     "generate: the step of the first token that is another one, or L1 of the denoised latents; no failure by itself.",
 )
-
-
-def print_name(name: str, console: Console) -> None:
-    say(console, plain(name), style="bold", whole=True)
 
 
 def print_step(step: "VerifyStep", console: Console) -> None:
@@ -153,8 +148,7 @@ def _tensor(row: Any) -> str:
 
 
 def _families(found: Sequence["Verification"]) -> Table:
-    frame = pd.DataFrame([each.row() for each in found])
-    table = Table(FAMILY, frame.to_dict("records"))
+    table = Table(FAMILY, [each.row() for each in found])
     return table if any(each.approximate for each in found) else table.without("sparsity", "layer L1", "end L1")
 
 

@@ -17,9 +17,10 @@ from harness.gate.findings import Finding, GateOutcome, TimingVerdict
 from harness.record import COLUMNS
 from harness.report import figure
 from harness.report.gate_files import write_outputs
-from harness.report.page import Sensitivity, StoredRun, build_page, read_run, read_sensitivity, write_own_page
+from harness.report.page import StoredRun, build_page, read_run, write_own_page
 from harness.report.page import rows as page_rows
 from harness.report.page.build import _json
+from harness.report.page.run import Sensitivity, read_sensitivity
 from harness.store.reading import labels
 from harness.store.records import dumps
 from tests.support.page_runs import HOSTILE, hostile_run, record, run, small_run

@@ -119,9 +119,10 @@ def test_verdict() -> None:
     assert bad == ["mismatch", "error", "degraded", "unsupported"]
 
 
-def show(rows: list[Record], width: int = 80, **options: Any) -> str:
+def show(rows: list[Record], width: int = 80, **attrs: Any) -> str:
     table = store.table(rows)
-    return printed(lambda console: print_summary(table, console, folder=Path("results/x"), **options), width)
+    table.attrs |= attrs
+    return printed(lambda console: print_summary(table, console, folder=Path("results/x")), width)
 
 
 def all_variants() -> list[Record]:
@@ -185,7 +186,9 @@ def cells_of(line: str) -> int:
 
 def test_markdown_tables_hold_together_under_hostile_text() -> None:
     rows = [*all_variants(), record("gqa", kernel="x|y`z", status="error", error=HOSTILE, err_ratio=None)]
-    text = summary_markdown(store.table(rows), HERE, suite="a|<b>*", measured_share=0.5, elapsed=10.0)
+    frame = store.table(rows)
+    frame.attrs |= {"measured_share": 0.5, "elapsed": 10.0}
+    text = summary_markdown(frame, HERE, suite="a|<b>*")
     assert text.startswith("# a\\|&lt;b&gt;\\*: NOT EQUAL\n")
     tables = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 6  # three questions, not ok, environment, all cells
@@ -218,7 +221,7 @@ def test_rebuild_writes_everything_from_the_records(tmp_path: Path) -> None:
     report.rebuild(run.path, suite="smoke", elapsed=6.0)
     assert "# smoke: EQUAL" in (run.path / "summary.md").read_text(encoding="utf-8")
     assert "50 % of 6 s" in (run.path / "summary.md").read_text(encoding="utf-8")
-    assert measured_share([record()]) == (None, None)
+    assert measured_share([record()]) == {}
 
 
 @pytest.mark.parametrize(

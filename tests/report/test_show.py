@@ -18,8 +18,9 @@ from tests.support.page_runs import HOSTILE, hostile_run, large_run, record, run
 from tests.support.records import HERE
 
 
-def shown(told: StoredRun, width: int = 80, **options: float) -> str:
-    return printed(lambda console: print_run(told, console, **options), width)
+def shown(told: StoredRun, width: int = 80, **attrs: float) -> str:
+    told.frame.attrs |= attrs
+    return printed(lambda console: print_run(told, console), width)
 
 
 # ---- sparklines ------------------------------------------------------------------------------------------------------

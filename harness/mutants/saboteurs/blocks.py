@@ -14,7 +14,6 @@ from harness.cell.build import Pair
 from harness.mutants.saboteurs.reach import chooses, is_block, is_latent
 from harness.mutants.saboteurs.saboteur import in_class, in_module
 from harness.variants.blocks import EncoderLayer
-from harness.variants.mla import MultiHeadLatentAttention
 
 
 def attention_of(pair: Pair) -> nn.Module:
@@ -28,30 +27,24 @@ def become(module: nn.Module, wrong: type[nn.Module]) -> None:
     module.__class__ = wrong
 
 
-def become_part(pair: Pair, name: str, wrong: type[nn.Module]) -> None:
+def become_part(pair: Pair, wrong: type[nn.Module], *, name: str) -> None:
     """Nothing where the attention has no part of that name: MLA's are others, and not every MLA has a query norm."""
     part = getattr(attention_of(pair), name, None)
     if part is not None:
         become(part, wrong)
 
 
-def become_latent(pair: Pair, wrong: type[MultiHeadLatentAttention]) -> None:
-    """Nothing where there is no MLA."""
-    if isinstance(module := attention_of(pair), MultiHeadLatentAttention):
-        become(module, wrong)
+def _become_layer(pair: Pair, wrong: type[nn.Module]) -> None:
+    """The encoder layer, or the attention in it; nothing where neither is of the class that `wrong` overrides."""
+    for module in {pair.candidate.module, attention_of(pair)}:
+        if isinstance(module, wrong.__bases__):
+            become(module, wrong)
 
 
-def become_block(pair: Pair, wrong: type[EncoderLayer]) -> None:
-    """Nothing where there is no encoder layer."""
-    if isinstance(module := pair.candidate.module, EncoderLayer):
-        become(module, wrong)
+in_layer = partial(in_class, _become_layer)
 
 
-in_latent = partial(in_class, become_latent)
-in_block = partial(in_class, become_block)
-
-
-@in_block("residual_missing", applies=is_block)
+@in_layer("residual_missing", applies=is_block)
 class _WithoutAttentionResidual(EncoderLayer):
     """The attention's output replaces its input; it should be added to it."""
 
@@ -78,7 +71,7 @@ def norm_eps_of_another_model(pair: Pair) -> None:
         module.norm1.eps = module.norm2.eps = 1e-3
 
 
-@in_block("activation_missing", applies=is_block)
+@in_layer("activation_missing", applies=is_block)
 class _LinearFeedForward(EncoderLayer):
     """Two linear maps in a row."""
 
@@ -87,7 +80,7 @@ class _LinearFeedForward(EncoderLayer):
         return out
 
 
-@in_block("activation_approximated", applies=is_block)
+@in_layer("activation_approximated", applies=is_block)
 class _TanhGelu(EncoderLayer):
     """GPT-2's tanh form of GELU where the exact one is meant: off by 5e-4 at most."""
 
@@ -104,17 +97,17 @@ class _WithoutBias(nn.Linear):
 @in_module(applies=lambda case: case.bias and not is_latent(case))
 def value_bias_dropped(pair: Pair) -> None:
     """A bias is lost when a packed projection is split."""
-    become_part(pair, "v_proj", _WithoutBias)
+    become_part(pair, _WithoutBias, name="v_proj")
 
 
 # The query's bias moves scores alone; the key's would move all of a row alike, and nothing.
 @in_module(applies=lambda case: case.bias and case.q_lora_rank is None and chooses(case))
 def query_bias_dropped(pair: Pair) -> None:
     """Qwen2's q, k and v have biases; a converter written for LLaMA leaves them out."""
-    become_part(pair, "q_proj", _WithoutBias)
+    become_part(pair, _WithoutBias, name="q_proj")
 
 
 @in_module(applies=lambda case: case.bias)
 def output_bias_dropped(pair: Pair) -> None:
     """The bias of the output projection is left out."""
-    become_part(pair, "out_proj", _WithoutBias)
+    become_part(pair, _WithoutBias, name="out_proj")

@@ -94,7 +94,7 @@ def kv_gradient_of_one_head_per_group(q: Tensor, k: Tensor, v: Tensor, call: Att
         wins = torch.arange(heads) % G == G - 1  # (H,)
         return torch.where(wins[:, None, None], shared, shared.detach())
 
-    return attend(q, k, v, call, spread_k=last_wins, spread_v=last_wins)
+    return attend(q, k, v, call, spread=last_wins)
 
 
 @in_kernel(applies=in_training)

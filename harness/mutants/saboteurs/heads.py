@@ -15,7 +15,7 @@ def kv_heads_tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Resu
     def tile(kv: Tensor, heads: int) -> Tensor:
         return kv if kv.shape[1] == heads else kv.repeat(1, heads // kv.shape[1], 1, 1)
 
-    return attend(q, k, v, call, spread_k=tile, spread_v=tile)
+    return attend(q, k, v, call, spread=tile)
 
 
 @in_kernel(applies=several_kv_heads)
@@ -35,7 +35,7 @@ def values_of_the_next_group(q: Tensor, k: Tensor, v: Tensor, call: AttentionCal
 @in_kernel(applies=several_kv_heads)
 def first_kv_head_for_all(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
     """A broadcast written for MQA, used with several kv heads."""
-    return attend(q, k, v, call, spread_k=_first_for_all, spread_v=_first_for_all)
+    return attend(q, k, v, call, spread=_first_for_all)
 
 
 def _first_for_all(kv: Tensor, heads: int) -> Tensor:

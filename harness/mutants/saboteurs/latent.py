@@ -10,28 +10,20 @@ from torch import Tensor, nn
 from harness.case import Case
 from harness.cell.build import Pair
 from harness.kernels.front import attention
-from harness.mutants.saboteurs.blocks import become_part, in_latent
+from harness.mutants.saboteurs.blocks import become_part, in_layer
 from harness.mutants.saboteurs.reach import absorbed, both, chooses, expanded, is_latent, visible
 from harness.mutants.saboteurs.saboteur import in_class, in_module
 from harness.variants.mla import MultiHeadLatentAttention
 
-
-def _become_norm(pair: Pair, wrong: type[nn.RMSNorm]) -> None:
-    become_part(pair, "kv_a_norm", wrong)
+in_norm = partial(in_class, partial(become_part, name="kv_a_norm"))
 
 
-in_norm = partial(in_class, _become_norm)
-
-
+@in_norm("latent_norm_missing", applies=is_latent)
 class _NoNorm(nn.RMSNorm):
+    """kv_a_layernorm forgotten between the two projections."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-@in_module(applies=is_latent)
-def latent_norm_missing(pair: Pair) -> None:
-    """kv_a_layernorm forgotten between the two projections."""
-    become_part(pair, "kv_a_norm", _NoNorm)
 
 
 @in_norm("latent_norm_without_gain", applies=is_latent)
@@ -51,7 +43,7 @@ class _NormOverTokens(nn.RMSNorm):
         return x * (x.square().mean(-2, keepdim=True) + self.eps).rsqrt() * self.weight
 
 
-@in_latent("latent_norm_counts_rope_channels", applies=is_latent)
+@in_layer("latent_norm_counts_rope_channels", applies=is_latent)
 class _NormBeforeSplit(MultiHeadLatentAttention):
     """The mean square is taken before the split: over the latent and k_pe together."""
 
@@ -66,7 +58,7 @@ class _NormBeforeSplit(MultiHeadLatentAttention):
 @in_module(applies=both(is_latent, lambda case: case.q_lora_rank is not None, chooses))
 def query_norm_missing(pair: Pair) -> None:
     """q_a_layernorm forgotten between the two query projections."""
-    become_part(pair, "q_a_norm", _NoNorm)
+    become_part(pair, _NoNorm, name="q_a_norm")
 
 
 def _absorbs_with_bias(case: Case) -> bool:
@@ -74,7 +66,7 @@ def _absorbs_with_bias(case: Case) -> bool:
     return case.bias and bool((seen & absorbed(case)).any())
 
 
-@in_latent("absorb_without_value_bias", applies=_absorbs_with_bias)
+@in_layer("absorb_without_value_bias", applies=_absorbs_with_bias)
 class _NoValueBias(MultiHeadLatentAttention):
     """Only the weight of kv_b is absorbed: the value part of its bias is lost."""
 
@@ -87,7 +79,7 @@ def _absorbs_dead_rows(case: Case) -> bool:
     return case.bias and bool((dead & absorbed(case)).any())
 
 
-@in_latent("absorb_value_bias_in_dead_rows", applies=_absorbs_dead_rows)
+@in_layer("absorb_value_bias_in_dead_rows", applies=_absorbs_dead_rows)
 class _ValueBiasEverywhere(MultiHeadLatentAttention):
     """The value bias is added to rows that attend nothing, whose weights do not sum to 1."""
 
@@ -98,7 +90,7 @@ class _ValueBiasEverywhere(MultiHeadLatentAttention):
         return right if bool((right == whole).all()) else whole
 
 
-@in_latent(
+@in_layer(
     "absorb_scaled_by_rank", applies=lambda case: chooses(case, absorbed(case)) and case.kv_lora_rank != case.head_dim
 )
 class _ScaleOfLatent(MultiHeadLatentAttention):
@@ -108,7 +100,7 @@ class _ScaleOfLatent(MultiHeadLatentAttention):
         return super()._attend_latents(q_nope, q_pe, latent, rules | {"scale": latent.shape[-1] ** -0.5})
 
 
-@in_latent("absorb_values_by_key_projection", applies=lambda case: bool((visible(case).any(-1) & absorbed(case)).any()))
+@in_layer("absorb_values_by_key_projection", applies=lambda case: bool((visible(case).any(-1) & absorbed(case)).any()))
 class _ValuesUpByKeys(MultiHeadLatentAttention):
     """W_UK in the place of W_UV: rows of kv_b taken from the top of each head."""
 
@@ -129,7 +121,7 @@ def _expands_for_other_heads(case: Case) -> bool:
     return bool((several & expanded(case)).any())
 
 
-@in_latent("rope_key_not_shared", applies=_expands_for_other_heads)
+@in_layer("rope_key_not_shared", applies=_expands_for_other_heads)
 class _RopeKeyOfFirstHead(MultiHeadLatentAttention):
     """k_pe is written into head 0 alone; it is shared by all."""
 
@@ -140,7 +132,7 @@ class _RopeKeyOfFirstHead(MultiHeadLatentAttention):
         return torch.where(of_first | is_nope, k, 0), v
 
 
-@in_latent(
+@in_layer(
     "decompressed_heads_interleaved",
     applies=lambda case: case.heads > 1 and bool((visible(case).any(-1) & expanded(case)).any()),
 )

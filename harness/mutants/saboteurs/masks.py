@@ -49,10 +49,6 @@ def misreads(misread: Misreading) -> Misreading:
     return misread
 
 
-def _without_bool_mask(call: AttentionCall) -> AttentionCall:
-    return call if call.bias is not None else replace(call, mask=None)
-
-
 @misreads
 def causal_sees_one_ahead(call: AttentionCall, q: Tensor, k: Tensor) -> AttentionCall:
     """j <= i + 1 instead of j <= i: the next token is seen, and training looks excellent."""
@@ -120,7 +116,7 @@ def bool_mask_inverted(call: AttentionCall, q: Tensor, k: Tensor) -> AttentionCa
 @misreads
 def bool_mask_ignored(call: AttentionCall, q: Tensor, k: Tensor) -> AttentionCall:
     """The mask argument accepted and never used."""
-    return _without_bool_mask(call)
+    return call if call.bias is not None else replace(call, mask=None)
 
 
 @misreads
@@ -203,35 +199,32 @@ def hide_keys(call: AttentionCall, kept: Tensor) -> AttentionCall:
 # A bool mask that becomes a number: nothing is hidden any more, only made less likely.
 
 
-def _added(hidden: float, shown: float) -> Callable[[Tensor, Tensor, Tensor, AttentionCall], Result]:
-    def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
-        mask = None if call.bias is not None else call.mask
+def _added(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, hidden: float, shown: float) -> Result:
+    mask = None if call.bias is not None else call.mask
 
-        def score(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
-            scores = core.score(q, k, call)
-            return scores if mask is None else scores + torch.where(mask, shown, hidden).to(scores.dtype)
+    def score(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+        scores = core.score(q, k, call)
+        return scores if mask is None else scores + torch.where(mask, shown, hidden).to(scores.dtype)
 
-        return attend(q, k, v, _without_bool_mask(call), score=score)
-
-    return run
+    return attend(q, k, v, bool_mask_ignored(call, q, k), score=score)
 
 
-@in_kernel(applies=changes(lambda call, q, k: _without_bool_mask(call)))
+@in_kernel(applies=changes(bool_mask_ignored))
 def bool_mask_added(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
     """mask.float() added to the scores: 1 for visible keys, 0 for hidden ones."""
-    return _added(hidden=0.0, shown=1.0)(q, k, v, call)
+    return _added(q, k, v, call, hidden=0.0, shown=1.0)
 
 
-@in_kernel(applies=changes(lambda call, q, k: _without_bool_mask(call)))
+@in_kernel(applies=changes(bool_mask_ignored))
 def hidden_keys_leak_softly(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
     """-10 for "masked": small enough to look hidden, large enough to leak."""
-    return _added(hidden=-10.0, shown=0.0)(q, k, v, call)
+    return _added(q, k, v, call, hidden=-10.0, shown=0.0)
 
 
 @in_kernel(applies=any_call(lambda reached: not bool(reached.visible.any(-1).all())))
 def hidden_keys_at_minus_1e4(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
     """-1e4 for -inf: the same until a query may see nothing, which then sees everything."""
-    return _added(hidden=-1e4, shown=0.0)(q, k, v, call)
+    return _added(q, k, v, call, hidden=-1e4, shown=0.0)
 
 
 has_dead_rows = some_query(lambda visible: ~visible.any(-1))

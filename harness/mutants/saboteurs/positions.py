@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harness.case import Case
 from harness.cell.build import Pair
-from harness.mutants.saboteurs.blocks import attention_of, in_latent
+from harness.mutants.saboteurs.blocks import attention_of, in_layer
 from harness.mutants.saboteurs.reach import chooses, decoded, is_latent
 from harness.mutants.saboteurs.saboteur import in_module
 from harness.variants.mla import MultiHeadLatentAttention, Rope
@@ -29,7 +29,7 @@ def _decode_rows_matter(case: Case) -> bool:
     return is_latent(case) and chooses(case, decoded(case))
 
 
-@in_latent("rope_half_split", applies=_has_slow_pairs)
+@in_layer("rope_half_split", applies=_has_slow_pairs)
 class _HalfSplit(MultiHeadLatentAttention):
     """LLaMA's rotate_half on DeepSeek's weights, whose pairs are interleaved."""
 
@@ -39,7 +39,7 @@ class _HalfSplit(MultiHeadLatentAttention):
         return super()._rotate(halves_as_pairs, start).unflatten(-1, (R // 2, 2)).mT.flatten(-2)
 
 
-@in_latent("rope_restarts_in_decode", applies=_decode_rows_matter)
+@in_layer("rope_restarts_in_decode", applies=_decode_rows_matter)
 class _StartsAtZero(MultiHeadLatentAttention):
     """The length of the cache is not passed on: each decoded token stands at position 0."""
 
@@ -47,7 +47,7 @@ class _StartsAtZero(MultiHeadLatentAttention):
         return super()._rotate(x, 0)
 
 
-@in_latent("rope_query_off_by_one", applies=_scores_matter)
+@in_layer("rope_query_off_by_one", applies=_scores_matter)
 class _QueryOneAhead(MultiHeadLatentAttention):
     """The cache's length is read after the append for the query, before it for the key."""
 
@@ -55,7 +55,7 @@ class _QueryOneAhead(MultiHeadLatentAttention):
         return super()._queries(x, start + 1)
 
 
-@in_latent("rope_query_off_by_one_in_decode", applies=_decode_rows_matter)
+@in_layer("rope_query_off_by_one_in_decode", applies=_decode_rows_matter)
 class _QueryOneAheadInDecode(MultiHeadLatentAttention):
     """The same, in steps behind a cache alone: prefill looks right."""
 
@@ -72,7 +72,7 @@ def _without_rope(module: MultiHeadLatentAttention) -> Iterator[None]:
         module.rope = rope
 
 
-@in_latent("rope_on_query_only", applies=_scores_matter)
+@in_layer("rope_on_query_only", applies=_scores_matter)
 class _QueryOnly(MultiHeadLatentAttention):
     """The shared key k_pe goes into the cache as it is: scores depend on the query's position, not the distance."""
 
@@ -81,7 +81,7 @@ class _QueryOnly(MultiHeadLatentAttention):
             return super()._latents(x, start)
 
 
-@in_latent("rope_on_the_wrong_part", applies=_scores_matter)
+@in_layer("rope_on_the_wrong_part", applies=_scores_matter)
 class _RopeChannelsFirst(MultiHeadLatentAttention):
     """The first R channels of each query head are turned; the last R are the ones meant."""
 

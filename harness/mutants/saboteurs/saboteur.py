@@ -21,6 +21,7 @@ from harness.kernels.call import AttentionCall, Kernel, Unsupported
 from harness.registry import Registry
 
 T = TypeVar("T")
+Wrong = TypeVar("Wrong", bound=Callable[..., object])
 Result = tuple[Tensor, Tensor]
 Run = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor | None]]
 Spoil = Callable[[Pair], None]
@@ -56,8 +57,7 @@ def attend(
     v: Tensor,
     call: AttentionCall,
     *,
-    spread_k: Callable[[Tensor, int], Tensor] = spread,
-    spread_v: Callable[[Tensor, int], Tensor] = spread,
+    spread: Callable[[Tensor, int], Tensor] = spread,
     score: Callable[[Tensor, Tensor, AttentionCall], Tensor] = score,
     normalise: Callable[[Tensor], Tensor] = normalise,
     drop: Callable[[Tensor, float], Tensor] = drop,
@@ -67,7 +67,7 @@ def attend(
         raise Unsupported("saboteurs have no softcap and no sinks: no cell of a grid asks for them")
     dtype, heads = q.dtype, q.shape[1]
     q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
-    k, v = spread_k(k, heads), spread_v(v, heads)
+    k, v = spread(k, heads), spread(v, heads)
     scores = score(q, k, call)
     allowed = call.allowed(q, k)
     if allowed is not None:
@@ -107,13 +107,8 @@ def in_kernel(*, applies: Applies = everywhere, shielded: bool = True) -> Callab
     """A wrong kernel. Behind the shield, as our own kernels are, unless it is the shield's work that is missing."""
 
     def register(run: Run) -> Run:
-        name = run.__name__
-
-        def kernel() -> Kernel:
-            return Kernel(name, run, gives_weights=True, shielded=shielded, origin="saboteur")
-
-        SABOTEURS.add(name, Saboteur(name, _bug(run), applies, kernel=kernel))
-        return run
+        wrong = Kernel(run.__name__, run, gives_weights=True, shielded=shielded, origin="saboteur")
+        return _register(run, applies, kernel=lambda: wrong)
 
     return register
 
@@ -138,34 +133,19 @@ def with_memory(*, applies: Applies = everywhere) -> Callable[[Callable[[], Run]
 
     def register(make: Callable[[], Run]) -> Callable[[], Run]:
         name = make.__name__
-
-        def kernel() -> Kernel:
-            return Kernel(name, make(), gives_weights=True, origin="saboteur")
-
-        SABOTEURS.add(name, Saboteur(name, _bug(make), applies, kernel=kernel))
-        return make
+        return _register(make, applies, kernel=lambda: Kernel(name, make(), gives_weights=True, origin="saboteur"))
 
     return register
 
 
 def in_module(*, applies: Applies) -> Callable[[Spoil], Spoil]:
     """A wrong module or cache around a right kernel."""
-
-    def register(spoil: Spoil) -> Spoil:
-        SABOTEURS.add(spoil.__name__, Saboteur(spoil.__name__, _bug(spoil), applies, spoil=spoil))
-        return spoil
-
-    return register
+    return lambda spoil: _register(spoil, applies, spoil=spoil)
 
 
 def in_class(put: Callable[[Pair, type[T]], None], name: str, *, applies: Applies) -> Callable[[type[T]], type[T]]:
     """A wrong class, whose docstring says which bug it stands for; `put` sets it in the place of the right one."""
-
-    def register(wrong: type[T]) -> type[T]:
-        SABOTEURS.add(name, Saboteur(name, _bug(wrong), applies, spoil=lambda pair: put(pair, wrong)))
-        return wrong
-
-    return register
+    return lambda wrong: _register(wrong, applies, name=name, spoil=lambda pair: put(pair, wrong))
 
 
 def load_all() -> Registry[Saboteur]:
@@ -174,6 +154,8 @@ def load_all() -> Registry[Saboteur]:
     return SABOTEURS
 
 
-def _bug(function: Callable[..., object]) -> str:
-    assert function.__doc__, f"{function.__name__} does not say which bug it stands for"
-    return " ".join(function.__doc__.split())
+def _register(wrong: Wrong, applies: Applies, *, name: str | None = None, **how: Any) -> Wrong:
+    assert wrong.__doc__, f"{wrong.__name__} does not say which bug it stands for"
+    name = name or wrong.__name__
+    SABOTEURS.add(name, Saboteur(name, " ".join(wrong.__doc__.split()), applies, **how))
+    return wrong

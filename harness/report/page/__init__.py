@@ -1,16 +1,6 @@
 """report.html: one file that opens offline. Python gives rows, specs and words; the browser filters and draws."""
 
-from harness.report.page.build import PAGE, build_page, missing_packages, write_own_page, write_page
-from harness.report.page.run import Sensitivity, StoredRun, read_run, read_sensitivity
+from harness.report.page.build import build_page, missing_packages, write_own_page, write_page
+from harness.report.page.run import StoredRun, read_run
 
-__all__ = [
-    "PAGE",
-    "Sensitivity",
-    "StoredRun",
-    "build_page",
-    "missing_packages",
-    "read_run",
-    "read_sensitivity",
-    "write_own_page",
-    "write_page",
-]
+__all__ = ["StoredRun", "build_page", "missing_packages", "read_run", "write_own_page", "write_page"]

@@ -21,6 +21,7 @@ from harness.report import sparsity, story
 from harness.report.page import words
 from harness.report.page.rows import AXES, DERIVED, DIGITS, KEY_COLUMNS, combine, embedded, left_out_rows, tradeoff_rows
 from harness.report.page.run import StoredRun, read_run
+from harness.text import plain
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
@@ -79,8 +80,8 @@ def build_page(runs: Sequence[StoredRun]) -> str:
         vega=Markup(vega),
         data=Markup(_json(_payload(runs))),
         policy=_policy([vega, script], css),
-        title=words.title_of(runs),
-        headline=words.headline_of(cards),
+        title=", ".join(plain(run.label) for run in runs),
+        headline=min((card.headline for card in cards), key=list(words.TONES).index),
         runs=cards,
         not_ok=words.not_ok_table(runs),
         variant_tables=words.variant_tables(runs),

@@ -115,9 +115,8 @@ def tradeoff_points(frame: pd.DataFrame) -> pd.DataFrame:
     """
     cells = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL_STATUSES)]
     cells = cells[cells["latency_ms"].notna() & cells["kv_bytes_per_token"].notna()]
-    cells = cells.astype(
-        dict.fromkeys(("latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi"), "float64")
-    )
+    measured = ("latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
+    cells = cells.astype(dict.fromkeys(measured, "float64"))
     unit = cells["latency_ms"] / cells["latency_ratio"]
     cells = cells.assign(low_ms=unit * cells["latency_ratio_lo"], high_ms=unit * cells["latency_ratio_hi"])
     cells["slowest"] = cells.groupby("setting")["latency_ms"].transform("max")

@@ -46,11 +46,7 @@ class StoredRun:
 
 
 def read_run(
-    folder: Path,
-    *,
-    label: str | None = None,
-    baseline: Path | None = None,
-    sensitivity: Path | None = None,
+    folder: Path, *, label: str | None = None, baseline: Path | None = None, sensitivity: Path | None = None
 ) -> StoredRun:
     """From a run's stored records; `baseline` asks the gate, `sensitivity` is the folder of a study. Without a baseline
     the folder's own gate.json tells, if a gate has written one.

@@ -177,18 +177,14 @@ def sensitivity_tables(study: Sensitivity) -> list[Table]:
     counts = counts.sort_values(result.SURVIVED, ascending=False, kind="stable")
     saboteurs = [
         Column("saboteur", itemgetter("saboteur"), left=True),
-        *(_amount(name, name) for name in (*result.KILLED, result.SURVIVED, result.NOT_APPLICABLE)),
+        *(_amount(name) for name in (*result.KILLED, result.SURVIVED, result.NOT_APPLICABLE)),
         Column("first seen by", lambda row: plain(row["mostly_by"]) or ABSENT, left=True),
     ]
     limits = [
         Column("dtype", itemgetter("dtype"), left=True),
         Column("phase", itemgetter("phase"), left=True),
-        _amount("cells", "cells"),
-        *(
-            _limit(f"{kind}, {which}", f"{kind}_{which}")
-            for kind in ("mismatch", "seen")
-            for which in ("median", "worst")
-        ),
+        _amount("cells"),
+        *(_limit(kind, which) for kind in ("mismatch", "seen") for which in ("median", "worst")),
     ]
     return [
         Table(
@@ -207,19 +203,10 @@ def sensitivity_tables(study: Sensitivity) -> list[Table]:
     ]
 
 
-def _amount(title: str, name: str) -> Column:
-    return Column(title, lambda row: f"{row[name]:,}")
+def _amount(name: str) -> Column:
+    return Column(name, lambda row: f"{row[name]:,}")
 
 
-def _limit(title: str, name: str) -> Column:
-    return Column(title, lambda row: ratio(row[name]) if row[name] == float("inf") else small(row[name]))
-
-
-def title_of(runs: Sequence[StoredRun]) -> str:
-    return ", ".join(plain(run.label) for run in runs)
-
-
-def headline_of(cards: Sequence[Card]) -> str:
-    """The worst of all runs: a page is as good as its worst run."""
-    found = {one.headline for one in cards}
-    return next(word for word in TONES if word in found)
+def _limit(kind: str, which: str) -> Column:
+    name = f"{kind}_{which}"
+    return Column(f"{kind}, {which}", lambda row: ratio(row[name]) if row[name] == float("inf") else small(row[name]))
