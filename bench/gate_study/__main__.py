@@ -78,7 +78,9 @@ def _quick(kind, options):
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gate_study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mode", choices=(*MODES, "both"), default="both", help="without or with noisy neighbours")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
     parser.add_argument("--nights", type=_count, default=35, help="of unchanged code, in each mode (default: 35)")

@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernel_study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="only the targets' points and the sides they need")
     parser.add_argument("--only", action="append", default=[], choices=STUDIES, help="repeat for several")
     parser.add_argument("--all-kernels", action="store_true", help="also flex and compiled, at a few points")

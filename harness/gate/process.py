@@ -38,8 +38,10 @@ class ProtocolError(BadInput):
 
     def __init__(self, version: Version, number: object) -> None:
         spoken = "no timing protocol" if number is None else f"timing protocol {number}"
-        remedy = "at or after the commit that introduced it" if number is None else f"that speaks {PROTOCOL}, too"
-        super().__init__(f"{version.name} speaks {spoken}; this version speaks {PROTOCOL}: choose a base {remedy}")
+        super().__init__(
+            f"{version.name} speaks {spoken}; this version speaks {PROTOCOL}: name a later commit with --base REV, or "
+            "accept a baseline of this version (harness gate DIR --accept)"
+        )
 
 
 class Process:

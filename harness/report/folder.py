@@ -27,8 +27,9 @@ def rebuild(folder: Path, *, suite: str | None = None, elapsed: float | None = N
     frame = store.write_tables(folder, stored.records)
     frame.attrs |= told(stored, folder) | measured_share(stored.records, elapsed)
     environment = store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None
-    own_name = suite_name(folder) if (folder / store.CONFIG).exists() else folder.resolve().name
-    text = summary_markdown(frame, environment, suite=suite or own_name)
+    if suite is None:
+        suite = suite_name(folder) if (folder / store.CONFIG).exists() else folder.resolve().name
+    text = summary_markdown(frame, environment, suite=suite)
     if is_approximate(frame):
         text += "\n" + "\n\n".join(sparsity_markdown(folder)) + "\n"
     store.write_atomically(folder / SUMMARY, text.encode())

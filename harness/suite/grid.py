@@ -80,8 +80,12 @@ def expand(blocks: Sequence[Axes], exclusions: Sequence[Exclusion] = (), *, kern
     cases: dict[Case, None] = {}
     clashes: dict[Clash, None] = {}
     used: set[int] = set()
+    # Once for all blocks: there may be a thousand of each.
+    of_modules, of_ways = (
+        [_condition(each, names) for each in exclusions] for names in (Geometry._fields, Way._fields)
+    )
     for number, axes in enumerate(blocks):
-        ways = _Ways(axes, exclusions)
+        ways = _Ways(axes, of_modules, of_ways)
         for geometry, impossible in _geometries(axes):
             left = ways.left_for(geometry)
             broken = left.broken
@@ -152,16 +156,17 @@ class _Left:
 class _Ways:
     """One grid's ways of running its modules, less what the exclusions drop. Modules that share exclusions share it."""
 
-    def __init__(self, axes: Axes, exclusions: Sequence[Exclusion]) -> None:
-        self._axes = axes
+    def __init__(self, axes: Axes, of_modules: Sequence[Condition], of_ways: Sequence[Condition]) -> None:
+        """The two halves of each exclusion: which modules it is about, and which ways of running those."""
+        self._axes, self._of_modules, self._of_ways = axes, of_modules, of_ways
         self._all = [Way(*values) for values in product(*(axes[axis] for axis in Way._fields))]
-        self._of_modules = [_condition(exclusion, Geometry._fields) for exclusion in exclusions]
-        self._of_ways = [_condition(exclusion, Way._fields) for exclusion in exclusions]
         self._known: dict[tuple[str, tuple[int, ...]], _Left] = {}
         self.used: set[int] = set()  # exclusions that match some cell
 
     def left_for(self, geometry: Geometry) -> _Left:
-        active = tuple([n for n, condition in enumerate(self._of_modules) if _matches(condition, geometry)])
+        active = tuple(
+            [n for n, condition in enumerate(self._of_modules) if not condition or _matches(condition, geometry)]
+        )
         key = geometry.variant, active
         if key not in self._known:
             self._known[key] = self._sift(*key)

@@ -148,8 +148,9 @@ def test_a_hello_of_another_protocol_is_answered_by_the_own_number() -> None:
 
 # ---- versions that speak otherwise -----------------------------------------------------------------------------------
 
-NONE = "base speaks no timing protocol; this version speaks 1: choose a base at or after the commit that introduced it"
-NEWER = "base speaks timing protocol 2; this version speaks 1: choose a base that speaks 1, too"
+REMEDY = "name a later commit with --base REV, or accept a baseline of this version (harness gate DIR --accept)"
+NONE = f"base speaks no timing protocol; this version speaks 1: {REMEDY}"
+NEWER = f"base speaks timing protocol 2; this version speaks 1: {REMEDY}"
 
 
 @pytest.mark.parametrize(
