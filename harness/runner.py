@@ -17,7 +17,7 @@ from harness.errors import INTERRUPTED, TERMINATED, BadInput
 from harness.record import RETRIED, Record
 from harness.report import rebuild
 from harness.suite.config import Suite, load_suite, threads_of
-from harness.suite.schema import REGIMES, Limits
+from harness.suite.schema import Limits
 from harness.text import progress
 from harness.workers import NAMES, Executor
 from harness.workers.interrupts import Terminated
@@ -87,9 +87,8 @@ def run(
     about = _about(suite, shard, origins, threads, command)
     with _open(None if out is None else Path(out), about, resume=resume, even_if_changed=even_if_changed) as folder:
         pending = left_to_do(cases, folder.finished, retry=retry)
-        regimes = suite.regimes or REGIMES
         todo = [
-            Job(case, suite.seed, regimes, suite.timing, threads, suite.accuracy, origins[case.kernel])
+            Job.of(case, suite, threads=threads, origin=origins[case.kernel])
             for case in cases
             if case.case_id in pending
         ]

@@ -9,10 +9,11 @@ from harness.case import Case
 from harness.cell import record_of
 from harness.kernels.names import content_of, is_plugin
 from harness.record import Record
-from harness.suite.schema import Accuracy, Timing
+from harness.suite.schema import REGIMES, Accuracy, Timing
 
 if TYPE_CHECKING:
     from harness.kernels.call import Kernel
+    from harness.suite.config import Suite
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,12 @@ class Job:
     threads: int
     accuracy: Accuracy | None = None  # what approximate kernels are held to; None: judged as exact ones
     origin: str | None = None  # where the run's kernel came from; None: whatever is found
+
+    @classmethod
+    def of(cls, case: Case, suite: "Suite", *, threads: int, origin: str | None = None) -> "Job":
+        """A case as its suite asks for it. Here and not in the runner, so that the code's hash covers it."""
+        regimes = suite.regimes or REGIMES
+        return cls(case, suite.seed, regimes, suite.timing, threads, suite.accuracy, origin)
 
 
 def perform(job: Job) -> Record:
