@@ -78,8 +78,9 @@ def test_commands_of_the_guides_run(workplace: Path):
         assert main(arguments) == 0, command
 
 
-def test_commands_run_in_order(workplace: Path):
-    """Make targets are named; harness commands run, each with exit code 0."""
+def test_commands_run_in_order(workplace: Path, capsys: pytest.CaptureFixture[str]):
+    """Make targets are named; harness commands run, each with exit code 0. Only whether a time can be told from noise
+    is up to the machine: there the gate may say that it could not decide, but not that anything got slower."""
     ran = 0
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for command in COMMANDS:
@@ -88,7 +89,10 @@ def test_commands_run_in_order(workplace: Path):
             assert arguments[0] in targets, command
             continue
         assert program == "harness", command
-        assert main(arguments) == 0, command
+        code = main(arguments)
+        printed = capsys.readouterr().out
+        undecided = "--base" in arguments and "timing: INCONCLUSIVE  1 cell: 1 inconclusive" in printed
+        assert code == (1 if undecided else 0), command
         ran += 1
     assert ran >= 4
 
