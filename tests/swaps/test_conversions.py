@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import harness
-from harness.cell.build import randomise
 from harness.cell.rule import Equivalence
 from harness.kernels.call import Kernel
 from harness.kernels.eager import eager
@@ -26,19 +25,9 @@ from harness.variants.mla import MultiHeadLatentAttention
 from harness.variants.specs.grouped import grouped_kv_elements, grouped_params
 from harness.variants.specs.latent import LatentSizes, latent_params
 from tests.support import ROOT
+from tests.support.attention import filled
 
 B, S, E, H, D = 2, 12, 40, 6, 8
-
-
-def filled(module: Any, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    """Random numbers that fill the dtype: float32 ones in float64 would sum and divide without a rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    randomise(module, generator)
-    module.double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter *= 1 + 1e-3 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-    return module.to(dtype).eval()
 
 
 def grouped(kv: int, *, embed: int = E, bias: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
