@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.transforms import is_transformed
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -37,7 +38,7 @@ def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 def weigh(scores: Tensor, allowed: Tensor | None, call: AttentionCall) -> Tensor:
     """Softcap, masks, softmax and dropout: the weights (B, H, L, S) that multiply v. May overwrite the scores."""
     # Autograd may need the scores again. Without it they are overwritten: fresh pages cost more than the arithmetic.
-    in_place = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_vectorised()
+    in_place = not torch.is_grad_enabled() and not is_transformed()
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
@@ -50,11 +51,6 @@ def weigh(scores: Tensor, allowed: Tensor | None, call: AttentionCall) -> Tensor
         # A row that may attend nothing is 0/0 above; and a NaN query must not reach the keys hidden from it.
         weights = (weights.masked_fill_ if in_place else weights.masked_fill)(hidden, 0.0)
     return F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
-
-
-def is_vectorised() -> bool:
-    """By torch.func, which has no rule for what writes in place."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def softmax(scores: Tensor, sinks: Tensor | None, *, in_place: bool = False) -> Tensor:

@@ -12,6 +12,7 @@ from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager, weigh
 from harness.kernels.names import FEW
 from harness.kernels.tiles import SHARE, cache_bytes
+from harness.kernels.transforms import is_transformed
 
 THIN = 8  # rows: fewer are a poor left-hand side, so keys that come from memory multiply them instead
 PIECE_BYTES = 1 << 22  # of a widened piece: stays in cache between being written and being read
@@ -23,7 +24,8 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
     rows = H // H_kv * L
     wide = torch.promote_types(q.dtype, torch.float32)
     if (
-        rows > FEW
+        is_transformed()
+        or rows > FEW
         or 0 in (q.numel(), k.numel())
         or (k.dtype == wide and not _is_thin(rows, k) and _folds(k) and _folds(v))
     ):

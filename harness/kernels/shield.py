@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.transforms import bare, is_recorded
 
 
 def run(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     raw = kernel.run(q, k, v, call)
     if not kernel.shielded or not call.hides or q.is_meta:
         return raw
-    # A compiled graph cannot branch on data, so it always takes the careful way.
-    if not torch.compiler.is_compiling() and _is_clean(q, k, v, raw[0]):
+    # A recorded graph cannot branch on data, so it always takes the careful way.
+    if not is_recorded() and _is_clean(q, k, v, raw[0]):
         return raw
     return _run_cleaned(kernel, q, k, v, call, raw)
 
@@ -26,7 +27,11 @@ def _is_clean(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
     differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     looked_at = (q, k, v, out) if differentiates else (out,)
     # The sum is finite only if all are; an overflowing sum merely takes the careful way.
-    return all(bool(t.detach().sum(dtype=torch.promote_types(t.dtype, torch.float32)).isfinite()) for t in looked_at)
+    return all(bool(_sum(bare(t.detach())).isfinite()) for t in looked_at)
+
+
+def _sum(t: Tensor) -> Tensor:
+    return t.sum(dtype=torch.promote_types(t.dtype, torch.float32))
 
 
 def _run_cleaned(

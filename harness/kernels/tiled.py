@@ -2,29 +2,29 @@
 
 A tile is some query rows of some heads with all keys that these rows see, so its softmax is the plain one and the
 largest thing in memory is one tile of scores instead of all of them. Each thread takes tiles of its own, so that it
-waits for others once and not at each operation. The backward pass computes the tiles again, one after another.
-Double backward is not supported (torch says so). With dropout each tile's mask is drawn from a seed that comes from
-torch's generator, and drawn again in the backward pass: the distribution is eager's, the draws are not. Where the
-caller wants the weights they must exist as a whole: then, for empty and meta tensors, and under torch.compile,
-torch.func, forward-mode derivatives and tracing, eager's lines run.
+waits for others once and not at each operation. The backward pass computes the tiles again, one after another; one
+that is itself differentiated (create_graph=True) or vectorised (is_grads_batched=True) goes through eager's lines, with
+all scores in memory. With dropout each tile's mask is drawn from a seed that comes from torch's generator, and drawn
+again in the backward pass: the distribution is eager's, the draws are not. Where the caller wants the weights they must
+exist as a whole: then, for empty and meta tensors, and under torch.compile, torch.func, forward-mode derivatives and
+tracing, eager's lines run.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from harness.kernels.call import AttentionCall, Kernel, four_dims
-from harness.kernels.eager import eager, is_vectorised
+from harness.kernels.call import AttentionCall, Kernel, Unsupported, four_dims
+from harness.kernels.eager import eager
 from harness.kernels.threads import spread
 from harness.kernels.tiles import Tile, Tiling, choose_tiling, part, tiles
+from harness.kernels.transforms import is_batched, is_transformed
 
 LOG2_E = 1.4426950408889634
 
@@ -32,19 +32,9 @@ Gradients = tuple[Tensor | None, ...]  # of q, k, v, mask and sinks
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    if call.need_weights or q.is_meta or 0 in (q.numel(), k.numel(), v.numel()) or _is_transformed():
+    if is_transformed() or call.need_weights or q.is_meta or 0 in (q.numel(), k.numel(), v.numel()):
         return eager(q, k, v, call)
     return run_tiled(q, k, v, call, choose_tiling(q, k, call)), None
-
-
-def _is_transformed() -> bool:
-    """By something that must see plain operations, in this thread and not in place."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or is_vectorised()
-        or forward_ad._current_level >= 0
-    )
 
 
 def run_tiled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling) -> Tensor:
@@ -77,13 +67,57 @@ class _Tiled(torch.autograd.Function):
         return _forward(q, k, v, call, tiling, seed)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         q, k, v, mask, sinks = ctx.saved_tensors
         call = dataclasses.replace(ctx.call, mask=mask, sinks=sinks)
+        # torch turns gradients on here where somebody will differentiate what comes out.
+        if torch.is_grad_enabled() or is_batched(grad):
+            if ctx.seed is not None and is_batched(grad):
+                raise Unsupported("tiled draws dropout again, which torch forbids in a batch of gradients: take eager")
+            wanted = ctx.needs_input_grad[:5]
+            return *_plain_backward((q, k, v, mask, sinks), wanted, call, ctx.tiling, ctx.seed, grad), None, None, None
         wants_mask, wants_sinks = ctx.needs_input_grad[3:5]
         gradients = _backward(q, k, v, call, ctx.tiling, ctx.seed, grad, wants_mask=wants_mask, wants_sinks=wants_sinks)
         return *gradients, None, None, None
+
+
+def _plain_backward(
+    inputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    call: AttentionCall,
+    tiling: Tiling,
+    seed: int | None,
+    grad: Tensor,
+) -> Gradients:
+    """`_backward` in operations that autograd may watch, and vectorise over a batch of `grad`."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views: one tensor may be several of them, or be made from another, and each is asked for its own share.
+        views = [None if t is None else t.view_as(t) for t in inputs]
+        q, k, v, mask, sinks = views
+        assert q is not None and k is not None and v is not None
+        call = dataclasses.replace(call, mask=mask, sinks=sinks)
+        out = eager(q, k, v, call)[0] if seed is None else _drop_plainly(q, k, v, call, tiling, seed)
+    among = [t for t, is_wanted in zip(views, wanted, strict=True) if is_wanted and t is not None]
+    found = iter(torch.autograd.grad(out, among, grad, create_graph=create_graph))
+    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+
+
+def _drop_plainly(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, tiling: Tiling, seed: int) -> Tensor:
+    """eager's lines with the very weights dropped that the tiles drop."""
+    (B, H, L, _), (H_kv, S) = q.shape, k.shape[1:3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    kept = torch.zeros(B, H, L, S, dtype=wide, device=q.device)
+    with torch.no_grad():
+        room = _workspace(q, k, v, tiling)
+        for w in _weigh(q, k, v, call, room, tiles(q, k, call, tiling), seed=seed, for_gradients=False):
+            assert w.kept is not None
+            kept[w.tile.batch, w.tile.heads, w.tile.rows, w.tile.keys] = w.by_head(w.kept)
+    whole = dataclasses.replace(call, dropout_p=0.0, need_weights=True)
+    weights = eager(q.to(wide), k.to(wide), v.to(wide), whole)[1]
+    assert weights is not None
+    dropped = (weights * kept).reshape(B, H_kv, H // H_kv * L, S)
+    return (dropped @ v.to(wide)).view(B, H, L, v.shape[-1]).to(q.dtype)
 
 
 @dataclass(frozen=True)

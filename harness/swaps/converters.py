@@ -1,6 +1,6 @@
 """Which modules can become what: the registry of converters, and what each of them is asked and gives."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,37 @@ def converter_of(name: str, module: nn.Module, request: Request) -> Converter | 
         # A subclass may compute something else: replacing it by its parent's counterpart would be a silent change.
         raise SwapError(f"{name or 'the model'} is {kind.__name__}, an unknown subclass of {parent}")
     return convert
+
+
+def is_convertible(module: nn.Module, to: str) -> bool:
+    """Whether there is a converter of its kind, or of one above it."""
+    return isinstance(module, tuple(known for target, known in CONVERTERS if target == to))
+
+
+Places = Mapping[nn.Module, list[str]]  # every module of a model, with all its full names
+
+
+def places_of(name: str, model: nn.Module) -> Places:
+    places: dict[nn.Module, list[str]] = {}
+    for place, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(".".join(part for part in (name, place) if part))
+    return places
+
+
+def unreached(
+    places: Places, reached: Collection[nn.Module], request: Request, model_class: type[nn.Module]
+) -> dict[str, nn.Module]:
+    """What a library calls an attention, was asked for, and is neither reached nor around nor inside what is."""
+    known = [place for module in reached for place in places[module]]
+    found = {}
+    for module, names in places.items():
+        if "Attention" not in type(module).__name__ or module in reached or isinstance(module, model_class):
+            continue
+        around = any(place.startswith(f"{name}.") for name in names for place in known)
+        inside = any(name.startswith(f"{place}.") for name in names for place in known)
+        if not around and not inside and any(request.wants(name, module) for name in names):
+            found[names[0]] = module
+    return found
 
 
 def convert_child(name: str, child: nn.Module, convert: Converter, kernel: Kernel, request: Request) -> Conversion:

@@ -11,30 +11,38 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from harness.kernels.call import Counter, Kernel
 from harness.kernels.front import attention
-from harness.swaps.converters import Request, SwapError
+from harness.swaps.converters import DROP_IN, Request, SwapError, is_convertible, places_of, unreached
 from harness.swaps.report import SwappedModule
 from harness.swaps.weights import parameter_count
 
 OPTIONS: tuple[str, ...] = ()
+REACHED = "an attention of diffusers with a processor"
 SDPA = "scaled_dot_product_attention"
 # Signs of an attention that does not go through SDPA; the last runs SDPA where the redirection cannot see it.
+LEAVE_OUT = "leave it out with only= (harness verify --only)"
 OTHER_WAYS = ("softmax", "flex_attention", "multi_head_attention_forward")
 
 
-def attach(name: str, model: nn.Module, request: Request) -> list[SwappedModule]:
-    """Gives every wanted attention of `model` a processor that runs our kernel; changes all of them or none."""
+def attach(name: str, model: nn.Module, request: Request) -> tuple[list[SwappedModule], dict[str, str]]:
+    """Gives every wanted attention of `model` a processor that runs our kernel; changes all of them or none.
+
+    A row for each, and what attends without a processor and stays as it is: full name -> its class.
+    """
     rows: list[SwappedModule] = []
     changes: list[tuple[nn.Module, Any]] = []
-    for place, module in model.named_modules():
-        full_name = ".".join(part for part in (name, place) if part)
-        old = getattr(module, "processor", None)  # not every attention class has get_processor
-        if callable(old) and request.wants(full_name, module):
+    places = places_of(name, model)
+    # Not every attention class has get_processor.
+    processors = {module: old for module in places if callable(old := getattr(module, "processor", None))}
+    for module, old in processors.items():
+        full_name = places[module][0]
+        if request.wants(full_name, module):
             counter = request.counter()
             new = redirect(old, full_name, counter)
             changes.append((module, new))
@@ -44,7 +52,9 @@ def attach(name: str, model: nn.Module, request: Request) -> list[SwappedModule]
             rows.append(SwappedModule(full_name, was, became, parameters, parameters, counter=counter, undo=undo))
     for module, new in changes:
         _set_processor(module, new)
-    return rows
+    reached = [*processors, *(module for module in places if is_convertible(module, DROP_IN))]
+    left = unreached(places, reached, request, ModelMixin)
+    return rows, {place: type(module).__name__ for place, module in left.items()}
 
 
 def _put_back(module: nn.Module, old: Any, new: Any) -> None:
@@ -77,10 +87,31 @@ def redirect(processor: Any, place: str, counter: Counter) -> Any:
     if inspect.isroutine(processor):
         raise SwapError(f"{place}: its processor is the function {processor.__qualname__}: must be an object")
     refuse_other_backends(processor, place)
-    new = _rebuild(processor.harness_original if isinstance(processor, Redirected) else type(processor))
+    kind = processor.harness_original if isinstance(processor, Redirected) else type(processor)
+    if kind.__module__.startswith("diffusers.") and not names_sdpa(kind):
+        raise SwapError(f"{place}: its {kind.__name__} never calls {SDPA}: it cannot be swapped; {LEAVE_OUT}")
+    new = _rebuild(kind)
     vars(new).update(vars(processor))
     vars(new).update(harness_place=place, harness_counter=counter)
     return new
+
+
+@functools.cache
+def names_sdpa(kind: type) -> bool:
+    """Whether a processor's code, or a function or method of diffusers that it names, names SDPA or the dispatcher."""
+    todo: list[Any] = [base.__dict__["__call__"] for base in kind.__mro__ if "__call__" in vars(base)]
+    seen: set[Any] = set()
+    while todo:
+        function = inspect.unwrap(todo.pop())
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        if {SDPA, "dispatch_attention_fn"} & {*code.co_names}:
+            return True
+        named = [getattr(kind, name, None) or function.__globals__.get(name) for name in code.co_names]
+        todo += [each for each in named if inspect.isfunction(each) and each.__module__.startswith("diffusers.")]
+    return False
 
 
 def _rebuild(kind: type) -> Any:
@@ -109,7 +140,7 @@ def run(processor: Redirected, *args: Any, **kwargs: Any) -> Any:
     with redirection:
         result = kind.__call__(processor, *args, **kwargs)
     if redirection.calls == 0:
-        raise SwapError(f"{place} never called {SDPA}: it cannot be swapped; leave it out with only=")
+        raise SwapError(f"{place} never called {SDPA}: it cannot be swapped; {LEAVE_OUT}")
     return result
 
 
@@ -139,7 +170,7 @@ class Redirection(TorchFunctionMode):
             self.calls += 1
             return sdpa(self.kernel, *args, **(kwargs or {}))
         if name in OTHER_WAYS or name.startswith("_scaled_dot_product"):
-            raise SwapError(f"{self.place} computes attention by {name}, not by {SDPA}: leave it out with only=")
+            raise SwapError(f"{self.place} computes attention by {name}, not by {SDPA}: {LEAVE_OUT}")
         return func(*args, **(kwargs or {}))
 
 

@@ -87,15 +87,16 @@ def _request(to: str, kernel: AnyKernel | None, only: Only | None, options: Mapp
     target, dash, size = to.partition("-")
     if target not in {known for known, _ in CONVERTERS} - {DROP_IN}:
         found = find_kernel(to if kernel is None else kernel)
-        return Request(DROP_IN, None, found, options, _predicate(only))
+        return Request(DROP_IN, None, found, options, predicate(only))
     if dash and (target == VARIANT or not (size.isdecimal() and int(size) > 0)):
         rule = "takes no number" if target == VARIANT else f"after {target}- must come a positive number"
         raise SwapError(f"to = {to!r}: {rule}")
     found = find_kernel("eager" if kernel is None else kernel)
-    return Request(target, int(size) if size else None, found, options, _predicate(only), keeps_kernel=kernel is None)
+    return Request(target, int(size) if size else None, found, options, predicate(only), keeps_kernel=kernel is None)
 
 
-def _predicate(only: Only | None) -> Callable[[str, nn.Module], bool]:
+def predicate(only: Only | None) -> Callable[[str, nn.Module], bool]:
+    """`swap`'s argument as a function of a module's name and the module."""
     if only is None:
         return lambda name, module: True
     if isinstance(only, str):
@@ -125,17 +126,23 @@ class _Edits:
         self.heeded: set[str] = set()
         self.done: dict[nn.Module, nn.Module] = {}  # old module -> its replacement: aliases get the same one
         self.places: dict[str, nn.Module] = {}  # full name -> old module, aliases included
+        self.adapted: dict[str, Any] = {}  # full name of a library's model -> its adapter
+        self.left: dict[str, str] = {}
         self.twins: Twins = {}  # so that tied parameters stay tied
 
     def visit(self, name: str, module: nn.Module) -> None:
-        if self._is_inside(name):
+        if _is_inside(name, self.places):
             return  # went with its parent
-        if self.request.to == DROP_IN and (adapter := adapter_of(module)) is not None:
+        # What stands in a library's model is the library's, but for what any model may hold: nn.MultiheadAttention.
+        adapter = None if _is_inside(name, self.adapted) or self.request.to != DROP_IN else adapter_of(module)
+        if adapter is not None:
             if module not in self.done:
                 self.done[module] = module
-                self.rows += adapter.attach(name, module, self.request)
+                rows, left = adapter.attach(name, module, self.request)
+                self.rows += rows
+                self.left |= left
                 self.heeded |= {*adapter.OPTIONS}
-            self.places[name] = module
+            self.adapted[name] = adapter
             return
         convert = converter_of(name, module, self.request)
         if convert is None:
@@ -149,8 +156,11 @@ class _Edits:
         if not self.rows:
             kind, to = type(self.model).__name__, self.request.to
             known = ", ".join(sorted(known.__name__ for target, known in CONVERTERS if target == to))
-            models = ", nor in a model of transformers or diffusers" if to == DROP_IN else ""
-            raise SwapError(f"nothing to swap in {kind}: no module that was asked for is one of {known}{models}")
+            others = {adapter.REACHED for adapter in self.adapted.values()}
+            if to == DROP_IN and not others:
+                others = {"in a model of transformers or diffusers"}
+            text = "".join(f", nor {other}" for other in sorted(others))
+            raise SwapError(f"nothing to swap in {kind}: no module that was asked for is one of {known}{text}")
         if ignored := self.request.options.keys() - self.heeded:
             heeded = ", ".join(sorted(self.heeded)) or "none"
             raise SwapError(f"options no swapped module heeds: {', '.join(sorted(ignored))}; known here: {heeded}")
@@ -158,17 +168,11 @@ class _Edits:
         if tied := [name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in split]:
             rule = "swap both, or keep it whole with use_in_proj=True"
             raise SwapError(f"{', '.join(tied)}: tied to a packed projection that is split here; {rule}")
-        return self.model, SwapReport(tuple(self.rows), _root=lambda: self.model)
+        return self.model, SwapReport(tuple(self.rows), left=self.left, _root=lambda: self.model)
 
     def undo(self) -> None:
         for row in reversed(self.rows):
             row.undo()
-
-    def _is_inside(self, name: str) -> bool:
-        if "" in self.places:
-            return True
-        parts = name.split(".")
-        return any(".".join(parts[:end]) in self.places for end in range(1, len(parts)))
 
     def _put(self, name: str, module: nn.Module) -> None:
         if name == "":
@@ -214,6 +218,12 @@ class _Edits:
             )
         )
         log.info("%s: %s -> %s", where, type(old).__name__, type(new).__name__)
+
+
+def _is_inside(name: str, places: Mapping[str, Any]) -> bool:
+    """Whether one of these is it, or around it."""
+    parts = name.split(".")
+    return "" in places or any(".".join(parts[:end]) in places for end in range(1, len(parts)))
 
 
 def adapter_of(module: nn.Module) -> Any:

@@ -34,7 +34,9 @@ class SwappedModule:
 @dataclass(frozen=True)
 class SwapReport:
     swapped: tuple[SwappedModule, ...]
-    _root: Callable[[], nn.Module] = field(repr=False, compare=False)
+    # Attention of a library's model that no swap can reach, and that goes on as before: full name -> its class.
+    left: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    _root: Callable[[], nn.Module] = field(repr=False, compare=False, kw_only=True)
 
     @property
     def exact(self) -> bool:

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+from transformers.utils.output_capturing import _active_collector
 
 from harness.kernels.call import Kernel, Unsupported, one_dtype
 from harness.kernels.front import attention
 from harness.swaps import deepseek
-from harness.swaps.converters import Request, SwapError
+from harness.swaps.converters import DROP_IN, Places, Request, SwapError, is_convertible, places_of, unreached
 from harness.swaps.report import SwappedModule
 from harness.swaps.weights import parameter_count
 
 OPTIONS = deepseek.OPTIONS
+REACHED = "an attention of transformers that goes through its attention interface"
 IMPLEMENTATION = "harness"
 ATTRIBUTE = "harness_attention"  # of each attention module: what the swap attached to it
 
@@ -90,6 +92,7 @@ def _run_kernel(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -97,8 +100,7 @@ def _run_kernel(
         raise Unsupported(f"{type(module).__name__} passes {', '.join(unknown)}: the swap does not know what that does")
     if mask is not None and not isinstance(mask, Tensor):
         raise Unsupported(f"attention_mask is {type(mask).__name__}: must be a tensor that broadcasts to (B, H, L, S)")
-    config: Any = module.config
-    wants_weights = config.output_attentions if output_attentions is None else output_attentions
+    wants_weights = _wants_weights(module.config, output_attentions)
     if wants_weights and not kernel.gives_weights:
         raise Unsupported(f"output_attentions: kernel {kernel.name} gives no attention weights")
 
@@ -107,6 +109,8 @@ def _run_kernel(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and mask is None and query.shape[2] > 1 and previous != "eager"
     query, key, value = one_dtype(query, key, value)
+    if indices is not None:
+        mask = _only_at(indices, mask, key.shape[2])
     out = attention(
         query,
         key,
@@ -118,11 +122,30 @@ def _run_kernel(
         softcap=softcap,
         sinks=s_aux,
         dropout_p=dropout if module.training else 0.0,
-        return_weights=bool(wants_weights),
+        return_weights=wants_weights,
         kernel=kernel,
     )
     out, weights = out if wants_weights else (out, None)
     return out.transpose(1, 2).contiguous(), weights  # (B, L, H, D_v)
+
+
+def _wants_weights(config: Any, output_attentions: bool | None) -> bool:
+    """Whether somebody will look at this call's weights.
+
+    The keyword alone does not tell: many models (GPT-2, OPT, StableLM ...) never hand it down to their attentions,
+    whose second output transformers collects by hooks. Eager always gives it; ours where it is being collected.
+    """
+    asked = config.output_attentions if output_attentions is None else output_attentions
+    return bool(asked) or any(key.endswith("attentions") for key in _active_collector.get() or ())
+
+
+def _only_at(indices: Tensor, mask: Tensor | None, keys: int) -> Tensor:
+    """The mask without the keys that an indexer (DeepSeek-V3.2) did not choose: indices are (B, L, chosen)."""
+    chosen = indices.new_zeros((*indices.shape[:2], keys), dtype=torch.bool).scatter(-1, indices.long(), True)
+    chosen = chosen[:, None]  # (B, 1, L, S)
+    if mask is None or mask.dtype == torch.bool:
+        return chosen if mask is None else mask & chosen
+    return mask.masked_fill(~chosen, float("-inf"))
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
@@ -161,18 +184,18 @@ AttentionInterface.register(IMPLEMENTATION, run_attached)
 AttentionMaskInterface.register(IMPLEMENTATION, visible_keys)
 
 
-def attach(name: str, model: nn.Module, request: Request) -> list[SwappedModule]:
-    """Gives every attention of `model` that is asked for the kernel; a row for each.
+def attach(name: str, model: nn.Module, request: Request) -> tuple[list[SwappedModule], dict[str, str]]:
+    """Gives every attention of `model` that is asked for the kernel; a row for each, and nothing that is left.
 
     The model gets a copy of its config until the swap is undone: another model may share the old one.
     """
     assert isinstance(model, PreTrainedModel)
-    places = _places(name, model)
+    places = places_of(name, model)
     found = {module: names for module, names in places.items() if _is_known(module)}
     wanted = [module for module, names in found.items() if any(request.wants(place, module) for place in names)]
     _refuse_unreachable(places, found, request)
     if not wanted:
-        return []
+        return [], {}
     swap = _Attachment(name, model)
     try:
         swap.take_over(found, wanted)
@@ -182,15 +205,7 @@ def attach(name: str, model: nn.Module, request: Request) -> list[SwappedModule]
     except BaseException:
         swap.undo_all()
         raise
-    return rows
-
-
-def _places(name: str, model: nn.Module) -> dict[nn.Module, list[str]]:
-    """All modules below `model`, each with all its full names."""
-    places: dict[nn.Module, list[str]] = {}
-    for place, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(module, []).append(".".join(part for part in (name, place) if part))
-    return places
+    return rows, {}
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -199,21 +214,14 @@ def _is_known(module: nn.Module) -> bool:
     return isinstance(module, deepseek.LatentAttention) or "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
-def _refuse_unreachable(
-    places: dict[nn.Module, list[str]], found: dict[nn.Module, list[str]], request: Request
-) -> None:
+def _refuse_unreachable(places: Places, found: Places, request: Request) -> None:
     """An attention that computes by itself would run on unswapped, and nothing would tell."""
-    known = {place for names in found.values() for place in names}
-    for module, names in places.items():
-        if "Attention" not in type(module).__name__ or module in found or isinstance(module, PreTrainedModel):
-            continue
-        around = any(known_place.startswith(f"{place}.") for place in names for known_place in known)
-        inside = any(place.startswith(f"{known_place}.") for place in names for known_place in known)
-        if not around and not inside and any(request.wants(place, module) for place in names):
-            raise SwapError(
-                f"{names[0]} is {type(module).__name__}, which does not go through transformers' attention interface:"
-                " it cannot be swapped (leave it out with only=)"
-            )
+    reached = [*found, *(module for module in places if is_convertible(module, DROP_IN))]
+    for place, module in unreached(places, reached, request, PreTrainedModel).items():
+        raise SwapError(
+            f"{place} is {type(module).__name__}, which does not go through transformers' attention interface:"
+            " it cannot be swapped; leave it out with only= (harness verify --only)"
+        )
 
 
 def _attached(module: nn.Module) -> Attached | None:
@@ -243,7 +251,7 @@ class _Attachment:
     replaced: dict[nn.Module, nn.Module] = field(default_factory=dict)  # old -> new
     live: set[nn.Module] = field(default_factory=set)
 
-    def take_over(self, found: dict[nn.Module, list[str]], wanted: list[nn.Module]) -> None:
+    def take_over(self, found: Places, wanted: list[nn.Module]) -> None:
         """Every attention remembers what it ran; then all of them are called through our implementation."""
         partial = len(wanted) < len(found)
         previous = {module: _previous(module, found[module][0], partial) for module in found if not _attached(module)}
@@ -256,11 +264,20 @@ class _Attachment:
         for module, names in found.items():
             config: Any = module.config
             if config._attn_implementation != IMPLEMENTATION:
-                kind = type(self.model).__name__
-                raise SwapError(f"{names[0]}: {kind} supports no attention implementation but its own")
+                # Of a model put together from others, parts still hold the configs of those: theirs follow by hand.
+                holder = self._holder(module)
+                if holder.config._attn_implementation != IMPLEMENTATION:
+                    kind = type(holder).__name__
+                    raise SwapError(f"{names[0]}: {kind} supports no attention implementation but its own")
+                config._attn_implementation = IMPLEMENTATION
             self.attributes.append((module, _attached(module)))  # not None: swapped before
             if module in previous:
                 setattr(module, ATTRIBUTE, Attached(None, previous[module]))
+
+    def _holder(self, module: nn.Module) -> PreTrainedModel:
+        """The innermost library's model around it: the one that makes its masks."""
+        models = [each for each in self.model.modules() if isinstance(each, PreTrainedModel)]
+        return [each for each in models if any(part is module for part in each.modules())][-1]
 
     def attach(self, module: nn.Module, names: list[str], request: Request) -> SwappedModule:
         counter = request.counter()

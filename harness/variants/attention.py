@@ -3,8 +3,10 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from harness.kernels.call import Kernel
+from harness.kernels.transforms import record_module
 from harness.variants.cache import KVCache
 
 
@@ -29,6 +31,9 @@ class CachedSelfAttention(nn.Module):
 
         With a cache the L tokens follow those it holds; masks then cover all S tokens.
         """
+        if isinstance(x, Proxy):
+            masks = {"mask": mask, "causal": causal, "window": window}
+            return record_module(x, self, x, **masks, cache=cache, need_weights=need_weights)
         rules: dict[str, Any] = {
             "mask": mask,
             "causal": causal,

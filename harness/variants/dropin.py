@@ -4,13 +4,18 @@
 Both read and write torch's state_dict keys.
 """
 
-from typing import Any, Literal
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
+from torch.fx import Proxy
 
 from harness.kernels.front import AnyKernel, find_kernel, make_call, run
+from harness.kernels.transforms import record_module
 from harness.variants import torch_masks
 
 DeadRows = Literal["zero", "torch"]
@@ -23,12 +28,14 @@ class DropInAttention(nn.Module):
     need_weights=True, the NaN that torch gives ("torch").
     """
 
-    # torch's encoder layers read this to decide on their fast path, which would never call our forward.
-    _qkv_same_embed_dim = False
-
-    out_proj: nn.Linear
-    bias_k: Tensor | None
-    bias_v: Tensor | None
+    if TYPE_CHECKING:  # torch.jit.script reads annotations, and knows no Linear
+        out_proj: nn.Linear
+        in_proj_bias: Any  # a parameter or a property, by subclass; so are the weights
+        q_proj_weight: Any
+        k_proj_weight: Any
+        v_proj_weight: Any
+        bias_k: Tensor | None
+        bias_v: Tensor | None
 
     def __init__(
         self,
@@ -74,6 +81,23 @@ class DropInAttention(nn.Module):
         """Whether torch keeps these projections in one in_proj_weight."""
         return self.kdim == self.embed_dim and self.vdim == self.embed_dim
 
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """As torch's, but False wherever its encoder layers would take their fast path, which never calls our forward.
+
+        Who reads it next reads q_proj_weight and so on: those are always there.
+        """
+        return self.packs and self._has_no_in_bias() and not is_scripting()
+
+    def _has_no_in_bias(self) -> bool:
+        return self.in_proj_bias is None
+
+    def __prepare_scriptable__(self) -> "DropInAttention":
+        """What torch.jit.script asks every module before it compiles it."""
+        text = f"torch.jit.script: {type(self).__name__} runs torch's own function there, for its kernels are Python"
+        warnings.warn(f"{text}; torch.jit.trace, torch.export and torch.compile keep the kernel", stacklevel=2)
+        return self
+
     def forward(
         self,
         query: Tensor,
@@ -86,6 +110,32 @@ class DropInAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As nn.MultiheadAttention.forward."""
+        # torch.jit.script compiles the branch that is its own, here and below, and nothing of the other.
+        return (
+            self._scripted(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+            if is_scripting()
+            else self._run(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        )
+
+    def _run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(query, Proxy):
+            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
+            shown = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+            return record_module(query, self, query, key, value, **masks, **shown)
         if query.is_nested or key.is_nested or value.is_nested:
             masked = attn_mask is not None or key_padding_mask is not None
             return self._forward_nested(query, key, value, masked, need_weights, average_attn_weights)
@@ -95,29 +145,68 @@ class DropInAttention(nn.Module):
         query, key, value = self._to_batch_first(query, key, value, batched)  # (B, L, E), (B, S, kdim), (B, S, vdim)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
+        # torch takes the hint at its word, top-left aligned, only where it needs neither the weights nor padding: there
+        # it never looks at the mask.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        attn_mask = None if causal else attn_mask
         torch_masks.check_sizes(
             query, key, value, key_padding_mask, attn_mask, embed_dim=self.embed_dim, heads=self.num_heads,
             packs=self.packs,
         )  # fmt: skip
-        # torch takes the hint at its word, top-left aligned, only where it needs neither the weights nor padding.
-        causal = is_causal and key_padding_mask is None and not need_weights
-        mask = torch_masks.merge_masks(
-            None if causal else attn_mask, key_padding_mask, heads=self.num_heads, dtype=query.dtype
-        )
+        mask = torch_masks.merge_masks(attn_mask, key_padding_mask, heads=self.num_heads, dtype=query.dtype)
 
         q, k, v = self._project(query, key, value)  # (B, H, L, D), (B, H, S, D), (B, H, S, D)
         if self.bias_k is not None or self.add_zero_attn:
             k, v, mask = self._append_tokens(k, v, mask)
         heads, weights = self._attend(q, k, v, mask, causal, need_weights)  # (B, H, L, D), (B, H, L, S)
-        out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
+        # Length first in memory, as torch's: a dropout that follows draws its numbers in the order of the strides.
+        out = self.out_proj(heads.permute(2, 0, 1, 3).flatten(2))  # (L, B, E)
         if not batched:
-            out = out.squeeze(0)
-        elif not self.batch_first:
+            out = out.squeeze(1)
+        elif self.batch_first:
             out = out.transpose(0, 1)
         if weights is not None:
             weights = weights.mean(dim=1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
         return out, weights
+
+    def _scripted(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """For torch.jit.script, which compiles no kernel of ours: torch's function of the same weights."""
+        turned = self.batch_first and query.dim() == 3
+        if turned:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        w_q, w_k, w_v = self._in_weights()
+        out, weights = F.multi_head_attention_forward(
+            query, key, value, self.embed_dim, self.num_heads, None, self._scripted_bias(), self.bias_k, self.bias_v,
+            self.add_zero_attn, self.dropout, self.out_proj.weight, self.out_proj.bias, training=self.training,
+            key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask,
+            use_separate_proj_weight=True, q_proj_weight=w_q, k_proj_weight=w_k, v_proj_weight=w_v,
+            average_attn_weights=average_attn_weights, is_causal=is_causal,
+        )  # fmt: skip
+        return (out.transpose(0, 1) if turned else out), weights
+
+    def _scripted_bias(self) -> Tensor | None:
+        raise NotImplementedError
+
+    def merge_masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
+    ) -> tuple[Tensor | None, int | None]:
+        """As nn.MultiheadAttention.merge_masks, for who calls torch's operators with its result: True = blocked."""
+        if attn_mask is None:
+            return key_padding_mask, None if key_padding_mask is None else 1
+        B, L, _ = query.shape
+        by_head = attn_mask.view(B if attn_mask.dim() == 3 else 1, -1, L, L).expand(B, self.num_heads, L, L)
+        return (by_head if key_padding_mask is None else by_head + key_padding_mask[:, None, None]), 2
 
     def _to_batch_first(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool
@@ -171,20 +260,24 @@ class DropInAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Where torch takes nested tensors, in its fast path: unmasked self-attention in inference."""
         grad = torch.is_grad_enabled() and (query.requires_grad or any(p.requires_grad for p in self.parameters()))
-        refused = {
-            "query, key and value must be one tensor": query is not key or key is not value,
-            "its layout must be strided": query.layout != torch.strided,
-            "the module must be in eval mode": self.training,
-            "batch_first must be True": not self.batch_first,
-            "no mask may be given": masked,
-            "gradients must be off": grad,
-            "add_bias_kv and add_zero_attn must be False": self.bias_k is not None or self.add_zero_attn,
+        weights_or = "at least one of query or the input/output projection weights or biases"
+        refused = {  # torch's words, and in its order
+            f"input not batched; expected query.dim() of 3 but got {query.dim()}": query.dim() != 3,
+            "non-self attention was used (query, key, and value are not the same Tensor)": not query is key is value,
+            "training is enabled": self.training,
+            "batch_first was not True": not self.batch_first,
+            "self.bias_k was not None": self.bias_k is not None,
+            "add_zero_attn was enabled": self.add_zero_attn,
+            "key_padding_mask and attn_mask are not supported with NestedTensor input": masked,
+            f"its layout is {query.layout}": query.layout != torch.strided,
+            f"grad is enabled and {weights_or} requires_grad": grad,
         }
-        for rule, broken in refused.items():
-            if broken:
-                raise AssertionError(f"a nested tensor as input: {rule}")
+        for reason, holds in refused.items():
+            if holds:
+                text = "MultiheadAttention does not support NestedTensor outside of its fast path. "
+                raise AssertionError(f"{text}The fast path was not hit because {reason}")
         rows = query.unbind()
-        padded = torch.nested.to_padded_tensor(query, 0.0)  # (B, L, E)
+        padded = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)  # (B, L, E); nested's own takes no empty rows
         lengths = torch.tensor([row.shape[0] for row in rows], device=padded.device)
         padding = torch.arange(padded.shape[1], device=padded.device) >= lengths[:, None]  # (B, L)
         out, weights = self.forward(
@@ -232,13 +325,15 @@ class EagerMultiheadAttention(DropInAttention):
     """nn.MultiheadAttention with a `Linear` each for queries, keys and values.
 
     Its state_dict has torch's keys (the packed `in_proj_weight`, or `q_proj_weight` and so on); it loads those, and its
-    own (`q_proj.weight`) too.
+    own (`q_proj.weight`) too. Under torch's names the weights can be read, written and assigned as torch's.
     """
 
+    TORCHS = frozenset(("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"))
     PARTS = ("q_proj", "k_proj", "v_proj")
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
+    if TYPE_CHECKING:
+        q_proj: nn.Linear
+        k_proj: nn.Linear
+        v_proj: nn.Linear
 
     def _make_projections(self, bias: bool, place: dict[str, Any]) -> None:
         for part, width in zip(self.PARTS, (self.embed_dim, self.kdim, self.vdim), strict=True):
@@ -252,25 +347,93 @@ class EagerMultiheadAttention(DropInAttention):
         return by_head(self.q_proj(query)), by_head(self.k_proj(key)), by_head(self.v_proj(value))
 
     @property
-    def in_proj_weight(self) -> Tensor | None:
-        """As torch's, for code that reads it (its encoder layers do); a new tensor at each call."""
-        return torch.cat(self._in_weights()) if self.packs else None
+    def in_proj_weight(self) -> Tensor:
+        """As torch's, None with kdim or vdim; no parameter, but in the memory of the three: writes reach them.
+
+        Scripted, this and in_proj_bias are empty: torch's layers only ask for tensors there.
+        """
+        return torch.empty(0) if is_scripting() else self._packed("weight")
 
     @property
-    def in_proj_bias(self) -> Tensor | None:
-        if self.q_proj.bias is None:
-            return None
-        return torch.cat([self.q_proj.bias, self.k_proj.bias, self.v_proj.bias])
+    def in_proj_bias(self) -> Tensor:
+        """As in_proj_weight; None without biases."""
+        return torch.empty(0) if is_scripting() else self._packed("bias")
+
+    def _packed(self, kind: str) -> Any:
+        parts = [part for linear in self._linears() if (part := getattr(linear, kind)) is not None]
+        return pack(parts) if parts and (kind == "bias" or self.packs) else None
+
+    @property
+    def q_proj_weight(self) -> Tensor:
+        """The parameter itself; in torch, where it packs, None."""
+        return self.q_proj.weight
+
+    @property
+    def k_proj_weight(self) -> Tensor:
+        return self.k_proj.weight
+
+    @property
+    def v_proj_weight(self) -> Tensor:
+        return self.v_proj.weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # nn.Module would not ask a property before it registers a parameter.
+        if name in self.TORCHS:
+            self._assign(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _assign(self, name: str, value: Tensor | None) -> None:
+        """A packed tensor becomes three parameters in its memory; one of three weights is taken as it is.
+
+        Biases take the dtype of the weights, in memory of their own if they must: a Linear adds no other.
+        """
+        part, _, kind = name.rpartition("_")
+        linears = self._linears() if part == "in_proj" else [getattr(self, part)]
+        if value is None and kind == "bias":
+            for linear in linears:
+                linear.bias = None
+            return
+        expected = None if name == "in_proj_weight" and not self.packs else self._shape(linears, kind)
+        if value is None and self.packs != (part == "in_proj"):
+            return  # what torch has there
+        if value is None or expected is None or value.shape != expected:
+            found = None if value is None else tuple(value.shape)
+            raise ValueError(f"{name} = {found}: must be {expected and tuple(expected)} here")
+        if len(linears) == 1:
+            linears[0].weight = value
+            return
+        for linear, rows in zip(linears, value.detach().chunk(3), strict=True):
+            setattr(linear, kind, nn.Parameter(rows, requires_grad=value.requires_grad))
+            if linear.bias is not None and linear.bias.dtype != linear.weight.dtype:
+                bias = linear.bias.detach().to(linear.weight.dtype)
+                linear.bias = nn.Parameter(bias, requires_grad=linear.bias.requires_grad)
+
+    def _shape(self, linears: list[nn.Linear], kind: str) -> tuple[int, ...]:
+        rows, *rest = linears[0].weight.shape
+        return (rows * len(linears), *(rest if kind == "weight" else ()))
+
+    def _scripted_bias(self) -> Tensor | None:
+        q, k, v = self.q_proj.bias, self.k_proj.bias, self.v_proj.bias
+        return None if q is None or k is None or v is None else torch.cat([q, k, v])
+
+    def _has_no_in_bias(self) -> bool:
+        return self.q_proj.bias is None  # without packing the three
+
+    def _linears(self) -> list[nn.Linear]:
+        return [self.q_proj, self.k_proj, self.v_proj]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        weights = [state.pop(f"{prefix}{part}.weight") for part in self.PARTS]
-        ours = {f"{part}_weight": weight for part, weight in zip(self.PARTS, weights, strict=True)}
-        if self.packs:
-            ours = {"in_proj_weight": torch.cat(weights)}
-        if f"{prefix}q_proj.bias" in state:
-            ours["in_proj_bias"] = torch.cat([state.pop(f"{prefix}{part}.bias") for part in self.PARTS])
+        keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
+        weights = {f"{part}_weight": state.pop(f"{prefix}{part}.weight") for part in self.PARTS}
+        for part in self.PARTS:
+            state.pop(f"{prefix}{part}.bias", None)
+        packed = {"in_proj_weight": self.in_proj_weight, "in_proj_bias": self.in_proj_bias}
+        # In the memory of the parameters, as torch's: averaging of weights writes into it.
+        held = {key: value if keep_vars else value.detach() for key, value in packed.items() if value is not None}
+        ours = held if self.packs else weights | held
         # In torch's order: these first, then what the other modules of this prefix left.
         others = {key: state.pop(key) for key in [key for key in state if key.startswith(prefix)]}
         state.update({f"{prefix}{key}": value for key, value in ours.items()} | others)
@@ -294,36 +457,54 @@ class EagerMultiheadAttention(DropInAttention):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class Third:
+    """`q_proj_weight` and so on of the packed form: rows of the packed weight; with kdim or vdim, a parameter.
+
+    It has no `__set__`, so what pruning or weight norm puts in the parameter's place stands before it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.index = name, "qkv".index(name[0])
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        packed = module.in_proj_weight
+        return module._parameters[self.name] if packed is None else packed.chunk(3)[self.index]
+
+
 class EagerMultiheadAttentionWithInProj(DropInAttention):
     """nn.MultiheadAttention with torch's own parameters: one packed in-projection; three weights with kdim or vdim."""
 
-    in_proj_weight: Tensor | None
-    in_proj_bias: Tensor | None
-    q_proj_weight: Tensor | None
-    k_proj_weight: Tensor | None
-    v_proj_weight: Tensor | None
+    if TYPE_CHECKING:
+        in_proj_weight: Tensor | None
+        in_proj_bias: Tensor | None
+    q_proj_weight = Third()
+    k_proj_weight = Third()
+    v_proj_weight = Third()
 
     def _make_projections(self, bias: bool, place: dict[str, Any]) -> None:
         E = self.embed_dim
-        shapes: dict[str, tuple[int, ...] | None] = {
-            "in_proj_weight": (3 * E, E) if self.packs else None,
-            "q_proj_weight": None if self.packs else (E, E),
-            "k_proj_weight": None if self.packs else (E, self.kdim),
-            "v_proj_weight": None if self.packs else (E, self.vdim),
-            "in_proj_bias": (3 * E,) if bias else None,
-        }
-        for name, shape in shapes.items():
-            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **place)))
+        shapes: dict[str, tuple[int, ...] | None] = {"in_proj_weight": (3 * E, E) if self.packs else None}
+        if not self.packs:
+            shapes |= {"q_proj_weight": (E, E), "k_proj_weight": (E, self.kdim), "v_proj_weight": (E, self.vdim)}
+        shapes["in_proj_bias"] = (3 * E,) if bias else None
+        for name, shape in shapes.items():  # not by register_parameter, which stops at Third
+            self._parameters[name] = None if shape is None else nn.Parameter(torch.empty(shape, **place))
 
     def _in_weights(self) -> list[Tensor]:
-        if self.in_proj_weight is not None:
-            return list(self.in_proj_weight.chunk(3))
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        return [weight for weight in weights if weight is not None]
+        packed = self.in_proj_weight
+        thirds: list[Tensor] = (
+            [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight] if packed is None else list(packed.chunk(3))
+        )
+        return thirds
+
+    def _scripted_bias(self) -> Tensor | None:
+        return self.in_proj_bias
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        bias = self.in_proj_bias
-        if query is key and key is value and (weight := self.in_proj_weight) is not None:
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if weight is not None and bias is not None and bias.dtype != weight.dtype:
+            bias = bias.to(weight.dtype)  # torch adds it, whatever it is
+        if query is key and key is value and weight is not None:
             packed = F.linear(query, weight, bias).view(*query.shape[:2], 3, self.num_heads, self.head_dim)
             q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
             return q, k, v
@@ -331,6 +512,56 @@ class EagerMultiheadAttentionWithInProj(DropInAttention):
         b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
         by_head = self._by_head
         return by_head(F.linear(query, w_q, b_q)), by_head(F.linear(key, w_k, b_k)), by_head(F.linear(value, w_v, b_v))
+
+
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts as one tensor, in one memory where the parts are parameters; gradients flow through it.
+
+    What is no parameter (a parametrized weight, one that is the same twice) is copied.
+    """
+    if not all(isinstance(part, nn.Parameter) for part in parts):
+        return torch.cat(list(parts))
+    if not _are_adjacent(parts):
+        if len({(part.dtype, part.device) for part in parts}) > 1 or len({*map(id, parts)}) < 3:
+            return torch.cat(list(parts))
+        whole = torch.cat([part.detach() for part in parts])
+        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = rows
+    if not torch.is_grad_enabled():  # torch's encoder layers read it at each call
+        return as_one(parts)
+    return _Adjacent.apply(*parts)  # type: ignore[no-untyped-call]
+
+
+def as_one(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors that follow each other in memory."""
+    first = parts[0].data
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _are_adjacent(parts: Sequence[Tensor]) -> bool:
+    first = parts[0]
+    storage, offset = first.untyped_storage()._cdata, first.storage_offset()
+    for part in parts:
+        if part.storage_offset() != offset or part.dtype != first.dtype or not part.is_contiguous():
+            return False
+        if part.untyped_storage()._cdata != storage:
+            return False
+        offset += part.numel()
+    return True
+
+
+class _Adjacent(torch.autograd.Function):
+    """`as_one`, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.rows = [part.shape[0] for part in parts]
+        return as_one(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient.split(ctx.rows)
 
 
 def bare_linear(in_features: int, out_features: int, *, bias: bool, **place: Any) -> nn.Linear:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from harness.kernels.call import one_dtype
 from harness.kernels.front import AnyKernel, attention, find_kernel, make_call
+from harness.kernels.transforms import is_recorded
 from harness.variants.attention import CachedSelfAttention
 from harness.variants.cache import KVCache
 from harness.variants.specs.latent import LatentSizes, choose
@@ -43,16 +44,22 @@ class Rope:
         return turned.flatten(-2).to(x.dtype)
 
     def _angles(self, start: int, end: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        if is_recorded():  # what a graph was made with is no number to keep
+            cos, sin = self._make_table(end, dtype, device)
+            return cos[start:], sin[start:]
         table = self._table
         if table is None or table[0].shape[0] < end or table[0].dtype != dtype or table[0].device != device:
             held = 0 if table is None else table[0].shape[0]
             length = max(end, held if held >= end else 2 * held)
             with torch.inference_mode(False):  # a table made in inference mode could not be used in training later
-                pairs = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
-                positions = torch.arange(length, dtype=torch.float64, device=device)
-                angles = positions[:, None] * self.theta ** (-pairs / self.dim)
-                table = self._table = (angles.cos().to(dtype), angles.sin().to(dtype))
+                table = self._table = self._make_table(length, dtype, device)
         return table[0][start:end], table[1][start:end]
+
+    def _make_table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        pairs = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
+        positions = torch.arange(length, dtype=torch.float64, device=device)
+        angles = positions[:, None] * self.theta ** (-pairs / self.dim)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class LatentSpace(nn.Module):

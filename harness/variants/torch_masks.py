@@ -9,20 +9,26 @@ from torch import Tensor
 def check_dimensions(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, heads: int
 ) -> bool:
-    """Whether the inputs are batched; raises where torch does, with the same exception types."""
+    """Whether the inputs are batched; raises where torch does, and in its words: callers look for them."""
     n = query.dim()
+    if n == key.dim() == value.dim() == 3 and key_padding_mask is None and attn_mask is None:
+        return True  # most calls: small ones feel each line below
     if n not in (2, 3):
-        raise AssertionError(f"query has {n} dimensions: must have 3 (batched) or 2 (unbatched)")
+        raise AssertionError(f"query should be unbatched 2D or batched 3D tensor but received {n}-D query tensor")
+    expected = f"For {'batched' if n == 3 else 'unbatched'} ({n}-D) `query`, expected"
     if key.dim() != n or value.dim() != n:
-        raise AssertionError(f"query has {n} dimensions, key {key.dim()} and value {value.dim()}: must be the same")
+        found = f"{key.dim()}-D and {value.dim()}-D tensors respectively"
+        raise AssertionError(f"{expected} `key` and `value` to be {n}-D but found {found}")
     if key_padding_mask is not None and key_padding_mask.dim() != n - 1:
-        raise AssertionError(f"key_padding_mask has {key_padding_mask.dim()} dimensions: must have {n - 1} here")
+        found = f"{key_padding_mask.dim()}-D tensor instead"
+        raise AssertionError(f"{expected} `key_padding_mask` to be `None` or {n - 1}-D but found {found}")
     if attn_mask is not None and attn_mask.dim() not in (2, 3):
-        raise AssertionError(f"attn_mask has {attn_mask.dim()} dimensions: must have 2 or 3")
+        found = f"{attn_mask.dim()}-D tensor instead"
+        raise AssertionError(f"{expected} `attn_mask` to be `None`, 2-D or 3-D but found {found}")
     if attn_mask is not None and n == 2 and attn_mask.dim() == 3:
-        expected = (heads, query.shape[0], key.shape[0])
-        if attn_mask.shape != expected:
-            raise AssertionError(f"attn_mask {tuple(attn_mask.shape)}: must be {expected} for unbatched input")
+        shape = (heads, query.shape[0], key.shape[0])
+        if attn_mask.shape != shape:
+            raise AssertionError(f"Expected `attn_mask` shape to be {shape} but got {attn_mask.shape}")
     for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise AssertionError(f"{name} {mask.dtype}: must be bool or floating")

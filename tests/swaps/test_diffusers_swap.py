@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("diffusers")
 
+import diffusers
+from diffusers.models import attention_processor
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
@@ -24,6 +26,7 @@ from harness.cell.rule import judge
 from harness.kernels.eager import KERNEL
 from harness.models.families.diffusion import ExactNoise
 from harness.models.families.family import FamilyError, find_family
+from harness.models.verify import verify
 from harness.swaps import SwapError, diffusers_models
 
 FAMILIES = ("cogvideox", "flux", "hunyuandit", "wan")
@@ -331,17 +334,87 @@ def test_a_processor_that_goes_round_sdpa_raises(processor, message):
         swapped(**batches(family, model)["plain"])
 
 
-def test_a_processor_that_takes_its_own_softmax_raises():
+def test_a_processor_that_takes_its_own_softmax_is_refused_at_the_swap():
     family = find_family("hunyuandit")
     model = tiny("hunyuandit")
     model.blocks[2].attn2.set_processor(AttnProcessor())
-    swapped, report = swap(model)
-    kwargs = batches(family, model)["plain"]
-    with pytest.raises(SwapError, match=r"blocks\.2\.attn2 \(AttnProcessor\) computes attention by softmax"):
-        swapped(**kwargs)
-    assert report.swapped[-1].calls == 0
+    with pytest.raises(SwapError, match=r"blocks\.2\.attn2: its AttnProcessor never calls scaled_dot.*--only"):
+        swap(model)
     rest, _ = swap(model, only=lambda name, module: name != "blocks.2.attn2")
-    harness.assert_equivalent(rest, model, {**kwargs, "image_rotary_emb": None})
+    harness.assert_equivalent(rest, model, {**batches(family, model)["plain"], "image_rotary_emb": None})
+
+
+def sana():
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_cross_attention_heads": 2}
+    cross = {"cross_attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 16}
+    sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 1, "sample_size": 8, "patch_size": 1}
+    return diffusers.SanaTransformer2DModel(**heads, **cross, **sizes).eval()
+
+
+def test_linear_attention_is_refused_at_the_swap():
+    model = sana()
+    with pytest.raises(SwapError, match=r"attn1: its SanaLinearAttnProcessor2_0 never calls scaled_dot_product_att"):
+        swap(model)
+    swapped, report = swap(model, only="*.attn2")
+    torch.manual_seed(0)
+    inputs = {"hidden_states": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, 3, 16)}
+    harness.assert_equivalent(swapped, model, {**inputs, "timestep": torch.tensor([1])})
+    assert [row.calls > 0 for row in report.swapped] == [True]
+
+
+def test_every_processor_that_works_names_sdpa_somewhere():
+    """Those that go without are those of another library, of linear attention, and of a softmax of their own."""
+    kinds: list[Any] = [
+        kind for name, kind in vars(attention_processor).items() if "Processor" in name and inspect.isclass(kind)
+    ]
+    without = {kind.__name__ for kind in kinds if not diffusers_models.names_sdpa(kind)}
+    odd = {"AttentionProcessor", "IPAdapterMaskProcessor"}  # a union, and of images
+    known = {"XFormers", "Linear", "Sliced", "SanaMultiscale", "XLA"}
+    old = {"AttnProcessor", "AttnAddedKVProcessor", "CustomDiffusionAttnProcessor", "IPAdapterAttnProcessor"}
+    # By name alone, and nothing but a word in the library today: their classes are empty.
+    empty = {kind.__name__ for kind in kinds if "__call__" not in vars(kind)}
+    assert {name for name in without if not any(word in name for word in known)} - odd - empty == old
+
+
+# What attends without a processor
+
+
+def mochi():
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "pooled_projection_dim": 16}
+    return diffusers.MochiTransformer3DModel(
+        **sizes, in_channels=4, text_embed_dim=16, time_embed_dim=4, patch_size=2, activation_fn="swiglu"
+    ).eval()
+
+
+@pytest.mark.parametrize(
+    ("made", "left"),
+    [
+        (mochi, {"time_embed.pooler": "MochiAttentionPool"}),
+        (lambda: tiny("hunyuandit"), {"time_extra_emb.pooler": "HunyuanDiTAttentionPool"}),
+        (lambda: tiny("flux"), {}),
+    ],
+)
+def test_what_attends_without_a_processor_is_reported(made, left):
+    model = made()
+    assert swap(model)[1].left == left
+    _, report = swap(nn.ModuleDict({"net": model}))
+    assert report.left == {f"net.{name}": kind for name, kind in left.items()}
+    assert swap(model, only=lambda name, module: "pooler" not in name)[1].left == {}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # Mochi asks for float32 there
+def test_verify_names_what_is_missing_and_can_leave_it_out():
+    model = mochi()
+    torch.manual_seed(0)
+    inputs = {"hidden_states": torch.randn(1, 4, 2, 4, 4), "encoder_hidden_states": torch.randn(1, 3, 16)}
+    inputs |= {"timestep": torch.tensor([1]), "encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool)}
+    step = verify(model, inputs=inputs).steps[2]
+    assert step.status == "failed"
+    assert step.message.startswith("2 of 3 replaced: transformer_blocks.0.attn1, transformer_blocks.1.attn1; not ")
+    assert step.message.endswith("not time_embed.pooler (MochiAttentionPool)")
+    assert verify(model, inputs=inputs, only="transformer_blocks.*").passed
+    hunyuan = verify("hunyuandit").steps[2]
+    assert hunyuan.message.endswith("time_extra_emb.pooler (HunyuanDiTAttentionPool) stays as it is")
 
 
 def test_a_function_as_processor_is_refused():

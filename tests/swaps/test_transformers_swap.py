@@ -308,6 +308,51 @@ def test_attention_weights(name):
         swap(model, to="sdpa")[0](**batch.kwargs, output_attentions=True)
 
 
+TEXT = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HIDDEN = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+# Of models that hand `output_attentions` down to no attention of theirs.
+SILENT_MODELS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {**TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "GPTBigCodeForCausalLM": {**TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "OPTForCausalLM": {**TEXT, **HIDDEN, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 32},
+    "StableLmForCausalLM": {**TEXT, **HIDDEN, "num_key_value_heads": 2},
+    "PersimmonForCausalLM": {**TEXT, **HIDDEN},
+    "NemotronForCausalLM": {**TEXT, **HIDDEN, "num_key_value_heads": 2},
+    "MoonshineForConditionalGeneration": {
+        **TEXT,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        **{f"{part}_num_hidden_layers": 2 for part in ("encoder", "decoder")},
+        **{f"{part}_num_{kind}_heads": 4 for part in ("encoder", "decoder") for kind in ("attention", "key_value")},
+        "decoder_start_token_id": 1,
+    },
+    "VideoMAEModel": {**HIDDEN, "image_size": 8, "patch_size": 4, "num_frames": 2, "tubelet_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", SILENT_MODELS)
+@torch.no_grad()
+def test_attention_weights_of_models_that_only_collect_them(name):
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**SILENT_MODELS[name], attn_implementation="eager")).eval()
+    randomise(model, rng(0))
+    swapped, report = swap(model)
+    tokens = torch.randint(3, 97, (2, LENGTH), generator=rng())
+    batch: dict[str, Any] = {"input_ids": tokens}
+    if name == "VideoMAEModel":
+        batch = {"pixel_values": torch.randn(2, 2, 3, 8, 8, generator=rng())}
+    elif name.startswith("Moonshine"):
+        batch = {"input_values": torch.randn(2, 2000, generator=rng()), "decoder_input_ids": tokens}
+    found, expected = (one(**batch, output_attentions=True) for one in (swapped, model))
+    kinds = [key for key in expected if key.endswith("attentions")]
+    assert sum(len(expected[key]) for key in kinds) == len(report.swapped) > 0
+    for key in kinds:
+        for ours, theirs in zip(found[key], expected[key], strict=True):
+            assert_near(ours, theirs)
+    plain = swapped(**batch)
+    assert not any(plain.get(key) for key in kinds)
+
+
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
@@ -525,6 +570,13 @@ def test_what_it_refuses():
         stray(**batch)
 
 
+def test_nothing_to_swap_says_what_was_looked_for():
+    mamba = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    config = transformers.Mamba2Config(vocab_size=97, hidden_size=32, num_hidden_layers=1, **mamba)
+    with pytest.raises(SwapError, match=r"nor an attention of transformers that goes through its attention interface$"):
+        swap(transformers.Mamba2ForCausalLM(config))
+
+
 # ---- models that are no family of ours -------------------------------------------------------------------------------
 
 WIDTHS = {
@@ -566,6 +618,75 @@ def test_other_models(name, implementation):
     assert_near(found, expected)
     assert not report.uncalled
     assert len(report.swapped) == (6 if name == "T5Model" else 2)
+
+
+SMALL = {key: WIDTHS[key] for key in list(WIDTHS)[:5]}
+
+
+def encoder_decoder() -> tuple[nn.Module, dict[str, Any]]:
+    """Put together from two models, whose layers go on holding the configs of those."""
+    encoder = transformers.BertModel(transformers.BertConfig(**SMALL))
+    decoder = transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True))
+    tokens = torch.randint(3, 97, (2, LENGTH), generator=rng())
+    real = torch.ones(2, LENGTH, dtype=torch.long)
+    real[1, LENGTH - PADDING :] = 0
+    model = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    return model, {"input_ids": tokens, "attention_mask": real, "decoder_input_ids": tokens}
+
+
+def siglip() -> tuple[nn.Module, dict[str, Any]]:
+    """Its pooling head holds an nn.MultiheadAttention."""
+    sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
+    model = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=4))
+    return model, {"pixel_values": torch.randn(2, 3, 16, 16, generator=rng())}
+
+
+def deepseek_v32() -> tuple[nn.Module, dict[str, Any]]:
+    """Its indexer leaves each query 4 keys."""
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
+    config = transformers.DeepseekV32Config(
+        **SMALL,
+        **latent,
+        **experts,
+        **indexer,
+        num_key_value_heads=4,
+        moe_intermediate_size=16,
+        first_k_dense_replace=2,
+    )
+    return transformers.DeepseekV32ForCausalLM(config), {"input_ids": torch.randint(97, (2, LENGTH), generator=rng())}
+
+
+@pytest.mark.parametrize(("build_one", "attentions"), [(encoder_decoder, 6), (siglip, 3), (deepseek_v32, 2)])
+@torch.no_grad()
+def test_models_that_hold_more_than_one_kind(build_one, attentions):
+    model, batch = build_one()
+    randomise(model.eval(), rng(0))
+    swapped, report = swap(model)
+    found, expected = (one(**batch) for one in (swapped, model))
+    for key in ("logits", "last_hidden_state", "pooler_output"):
+        if expected.get(key) is not None:
+            assert_near(found[key], expected[key])
+    assert not report.uncalled and not report.left
+    assert len(report.swapped) == attentions
+    wrong, _ = swap(model, kernel=without(scale=1.0))
+    assert (wrong(**batch)[0] - expected[0]).abs().max() > 1e-3
+    assert torch.equal(report.undo()(**batch)[0], expected[0])
+
+
+def test_the_attention_of_torch_in_a_model_of_transformers():
+    model, _ = siglip()
+    swapped, report = swap(model, only=nn.MultiheadAttention, use_in_proj=True)
+    assert [(row.name, row.became) for row in report.swapped] == [
+        ("head.attention", "EagerMultiheadAttentionWithInProj")
+    ]
+    assert swapped.config._attn_implementation == "sdpa"
+    _, report = swap(model, only="*encoder*")
+    assert {row.was for row in report.swapped} == {"SiglipAttention"}
+    assert [row.name for row in swap(nn.ModuleDict({"eye": model}), only="eye.head.*")[1].swapped] == [
+        "eye.head.attention"
+    ]
 
 
 # ---- building and loading --------------------------------------------------------------------------------------------

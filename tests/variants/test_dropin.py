@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import harness
 from harness.cell.build import randomise
@@ -92,6 +93,164 @@ def test_split_projections_load_their_own_names_too() -> None:
     assert "q_proj.weight" in own
     target.load_state_dict(own)
     assert torch.equal(target.q_proj.weight, source.q_proj.weight)
+
+
+@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"])
+@every_form
+def test_writes_under_torchs_names_reach_the_split_projections(form: str, name: str) -> None:
+    theirs, ours = pair(EagerMultiheadAttention, form)
+    expected = getattr(theirs, name)
+    if expected is None:
+        assert (getattr(ours, name) is None) == (name in ("in_proj_weight", "in_proj_bias"))
+        return
+
+    def same() -> None:
+        for key, value in theirs.state_dict().items():
+            assert torch.equal(ours.state_dict()[key], value), key
+
+    for module in (theirs, ours):
+        nn.init.constant_(getattr(module, name), 0.5)
+    same()
+    for module in (theirs, ours):
+        getattr(module, name).data[1:3].mul_(3)
+    same()
+    fresh = torch.randn(expected.shape, dtype=expected.dtype)
+    for module in (theirs, ours):
+        setattr(module, name, nn.Parameter(fresh.clone(), requires_grad=False))
+    same()
+    assert not getattr(ours, name).requires_grad
+    ours = copy.deepcopy(ours)
+    for module in (theirs, ours):
+        module.state_dict()[name].fill_(2)  # as averaging of weights does
+    same()
+    with pytest.raises(ValueError, match=rf"{name} = \(2,\): must be"):
+        setattr(ours, name, nn.Parameter(torch.zeros(2)))
+
+
+@every_form
+@every_class
+def test_who_reads_torchs_flag_finds_the_weights_it_speaks_of(kind: type[DropInAttention], form: str) -> None:
+    """False keeps torch's encoder layers off their fast path; then the three weights must be there."""
+    theirs, ours = pair(kind, form)
+    dtype = theirs.out_proj.weight.dtype
+    query, key, value = (torch.randn(5, 3, size, dtype=dtype) for size in (E, theirs.kdim, theirs.vdim))
+    module: Any = ours
+    assert module._qkv_same_embed_dim == (theirs._qkv_same_embed_dim and theirs.in_proj_bias is None)
+    found, weights = torch.nn.functional.multi_head_attention_forward(
+        query, key, value, E, H, None, module.in_proj_bias, module.bias_k, module.bias_v, module.add_zero_attn, 0.0,
+        module.out_proj.weight, module.out_proj.bias, use_separate_proj_weight=True,
+        q_proj_weight=module.q_proj_weight, k_proj_weight=module.k_proj_weight, v_proj_weight=module.v_proj_weight,
+    )  # fmt: skip
+    expected, expected_weights = theirs(query, key, value)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(weights, expected_weights)
+    nn.init.constant_(module.k_proj_weight, 0.5)
+    name, rows = ("in_proj_weight", slice(E, 2 * E)) if ours.packs else ("k_proj_weight", slice(None))
+    assert (ours.state_dict()[name][rows] == 0.5).all()
+
+
+@every_class
+def test_merged_masks_are_torchs(kind: type[DropInAttention]) -> None:
+    theirs, ours = pair(kind, batch_first=True)
+    x, padding = torch.randn(3, 5, E), torch.rand(3, 5) < 0.3
+    for attn_mask in (None, torch.rand(5, 5) < 0.3, torch.rand(3 * H, 5, 5) < 0.3):
+        for key_padding_mask in (None, padding):
+            (found, kind_found), expected = (m.merge_masks(attn_mask, key_padding_mask, x) for m in (ours, theirs))
+            assert kind_found == expected[1]
+            torch.testing.assert_close(found, expected[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@every_form
+@every_class
+def test_scripted_it_is_torchs_own_function_and_says_so(kind: type[DropInAttention], form: str) -> None:
+    theirs, ours = pair(kind, form, batch_first=True)
+    dtype = theirs.out_proj.weight.dtype
+    query, key, value = (torch.randn(3, 5, size, dtype=dtype) for size in (E, theirs.kdim, theirs.vdim))
+    with pytest.warns(UserWarning, match=f"{kind.__name__} runs torch's own function there"):
+        scripted = torch.jit.script(ours)
+    masks = {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "key_padding_mask": torch.zeros(3, 5).bool()}
+    for options in ({}, masks, {"need_weights": False}):
+        for found, expected in zip(
+            scripted(query, key, value, **options), theirs(query, key, value, **options), strict=True
+        ):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.jit.script. Eager:UserWarning")
+@every_class
+def test_a_swapped_encoder_is_scripted_and_stays_swapped(kind: type[DropInAttention]) -> None:
+    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    randomise(model, torch.Generator().manual_seed(7))
+    new, report = harness.swap(model, use_in_proj=kind is EagerMultiheadAttentionWithInProj)
+    scripted, x = torch.jit.script(new), self_inputs(2, 5)[0]
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            torch.testing.assert_close(scripted(x), model(x))
+    assert len(report.uncalled) == 2
+    new(x)
+    assert not report.uncalled
+
+
+@every_class
+def test_three_weights_compile_and_prune_as_torchs(kind: type[DropInAttention]) -> None:
+    theirs, ours = pair(kind, "kdim and vdim")
+    inputs = tuple(torch.randn(5, 3, size) for size in (E, 6, 5))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs)[0], theirs(*inputs)[0])
+    prune.l1_unstructured(theirs, "q_proj_weight", amount=0.5)
+    if isinstance(ours, EagerMultiheadAttention):
+        prune.l1_unstructured(ours.q_proj, "weight", amount=0.5)
+    else:
+        prune.l1_unstructured(ours, "q_proj_weight", amount=0.5)
+    torch.testing.assert_close(ours(*inputs)[0], theirs(*inputs)[0])
+
+
+@every_class
+def test_a_bias_of_another_dtype(kind: type[DropInAttention]) -> None:
+    theirs, ours = pair(kind, "double", batch_first=True)
+    x = torch.randn(2, 5, E, dtype=torch.float64)
+
+    def assign(name: str, dtype: torch.dtype) -> None:
+        for module in (theirs, ours):
+            value: Tensor = getattr(module, name)
+            setattr(module, name, nn.Parameter(value.detach().to(dtype)))
+
+    assign("in_proj_bias", torch.float16)
+    torch.testing.assert_close(ours(x, x, x), theirs(x, x, x))
+    for name in ("in_proj_weight", "in_proj_bias"):
+        assign(name, torch.float32)
+    for module in (theirs, ours):
+        module.out_proj.float()
+    y = x.float()
+    torch.testing.assert_close(ours(y, y, y), theirs(y, y, y))
+
+
+def test_gradients_flow_through_the_packed_weight() -> None:
+    ours = EagerMultiheadAttention(E, H)
+    packed = ours.in_proj_weight
+    assert packed is not None
+    (packed * torch.arange(3 * E)[:, None]).sum().backward()
+    for part, start in ((ours.q_proj, 0), (ours.k_proj, E), (ours.v_proj, 2 * E)):
+        assert part.weight.grad is not None
+        assert torch.equal(part.weight.grad, torch.arange(start, start + E)[:, None].expand(E, E).float())
+
+
+@pytest.mark.parametrize("use_in_proj", [True, False])
+def test_clips_initialisation_after_a_swap(use_in_proj: bool) -> None:
+    """OpenAI CLIP's `initialize_parameters`, on the attention of its residual blocks."""
+    theirs: Any = nn.ModuleList(nn.MultiheadAttention(E, H) for _ in range(2))
+    ours: Any = harness.replace_mha_with_eager(theirs, use_in_proj=use_in_proj)
+    for model in (theirs, ours):
+        torch.manual_seed(3)
+        for attention in model:
+            nn.init.normal_(attention.in_proj_weight, std=E**-0.5)
+            nn.init.normal_(attention.out_proj.weight, std=0.1)
+    for before, after in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(after(*self_inputs(5, 3)), before(*self_inputs(5, 3)))
 
 
 @every_class
@@ -211,8 +370,10 @@ def test_forward_refuses_what_torch_refuses(kind: type[DropInAttention], name: s
     arguments |= BAD_CALLS[name]
     with pytest.raises((AssertionError, RuntimeError)) as expected:
         theirs(**arguments)
-    with pytest.raises(expected.type):
+    with pytest.raises(expected.type) as found:
         ours(**arguments)
+    if "-D" in str(expected.value) or "Expected `attn_mask`" in str(expected.value):  # callers look for these words
+        assert str(found.value) == str(expected.value)
 
 
 @every_class
@@ -318,6 +479,40 @@ def test_dropout_of_the_same_seed_is_torchs(kind: type[DropInAttention]) -> None
     assert torch.equal(ours.eval()(*x)[0], ours(*x)[0])
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@every_class
+def test_strides_are_torchs(kind: type[DropInAttention], batch_first: bool, need_weights: bool) -> None:
+    theirs, ours = pair(kind, batch_first=batch_first)
+    for shape in ((5, 3), (1, 3), (5, 1), (5,)):
+        expected, found = (module(*self_inputs(*shape), need_weights=need_weights)[0] for module in (theirs, ours))
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("use_in_proj", [True, False])
+def test_a_dropout_after_attention_of_the_same_seed_is_torchs(use_in_proj: bool, batch_first: bool) -> None:
+    theirs = nn.TransformerEncoderLayer(E, H, 16, dropout=0.3, batch_first=batch_first)
+    ours = harness.replace_mha_with_eager(theirs, use_in_proj=use_in_proj)
+    results = []
+    for layer in (theirs, ours):
+        torch.manual_seed(6)
+        results.append(layer(self_inputs(5, 3)[0]))
+    torch.testing.assert_close(*results)
+
+
+@every_class
+def test_the_causal_hint_taken_at_its_word_leaves_the_mask_unread(kind: type[DropInAttention]) -> None:
+    theirs, ours = pair(kind)
+    x = self_inputs(5, 3)
+    for mask in (torch.zeros(2, 7), torch.zeros(4, 9, 9, dtype=torch.bool)):
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": True, "need_weights": False}
+        torch.testing.assert_close(ours(*x, **options)[0], theirs(*x, **options)[0])
+        for module in (theirs, ours):
+            with pytest.raises(RuntimeError):
+                module(*x, attn_mask=mask, is_causal=True, need_weights=True)
+
+
 # ---- compilers -------------------------------------------------------------------------------------------------------
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -413,6 +608,35 @@ def test_nested_tensors_are_refused_where_torch_refuses_them(kind: type[DropInAt
     for module in plain:
         with pytest.raises(AssertionError):
             module(x, x, x)  # gradients are on
+
+
+WHY: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "gradients": lambda module, x: module(x, x, x),
+    "training": lambda module, x: module.train()(x, x, x),
+    "two tensors": lambda module, x: module(x, nested(), x),
+    "no rows": lambda module, x: module(*[torch.nested.nested_tensor([])] * 3),
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+@every_class
+def test_nested_tensors_are_refused_in_torchs_words(kind: type[DropInAttention], why: str) -> None:
+    said = []
+    for module in pair(kind, batch_first=True):
+        with torch.set_grad_enabled(why == "gradients"), pytest.raises(AssertionError) as error:
+            WHY[why](module, nested())
+        said.append(str(error.value))
+    assert said[1] == said[0]
+
+
+@every_class
+def test_a_nested_tensor_of_empty_rows(kind: type[DropInAttention]) -> None:
+    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval()
+    new, _ = harness.swap(layer, use_in_proj=kind is EagerMultiheadAttentionWithInProj)
+    with torch.no_grad():
+        for model in (layer, new):
+            out = model(torch.nested.nested_tensor([torch.zeros(0, E)]))
+            assert out.is_nested and [row.shape for row in out.unbind()] == [(0, E)]
 
 
 @every_class

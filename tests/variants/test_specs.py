@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.case import Case
 from harness.cell.build import build_pair
-from harness.cell.referee import run_steps
+from harness.cell.side import run_steps
 from harness.kernels.front import find_kernel
 from harness.variants.gqa import GroupedQueryAttention
 from harness.variants.mla import MultiHeadLatentAttention
@@ -252,7 +252,7 @@ def test_flops_parameters_and_cache_equal_what_runs(case: Case) -> None:
     assert side.new_cache is not None
     with torch.no_grad():
         if case.phase == "decode":
-            _, cache = run_steps(pair, side, x)
+            _, cache = run_steps(side, pair.steps, x)
         else:
             cache = side.new_cache(case.kv_len)
             side.forward(side.module, x, side.views[0], cache, False)
@@ -275,7 +275,7 @@ def counted_flops(pair: Any, case: Case, x: torch.Tensor) -> int:
             side.forward(side.module, x, side.views[0], None, False)
     else:
         with torch.no_grad():
-            _, cache = run_steps(pair, side, x)
+            _, cache = run_steps(side, pair.steps, x)
             cache.crop(case.kv_len - 1)
             with counter:
                 side.forward(side.module, x[:, -1:], side.views[-1], cache, False)
@@ -330,7 +330,7 @@ def test_cache_bytes_in_every_dtype(variant: str, dtype: str) -> None:
     pair = build_pair(case, find_kernel("eager"), seed=0)
     x = torch.randn(BATCH, SEQ_LEN, 32).to(getattr(torch, dtype))
     with torch.no_grad():
-        _, cache = run_steps(pair, pair.candidate, x)
+        _, cache = run_steps(pair.candidate, pair.steps, x)
     assert cache.allocated_bytes == VARIANTS[variant].kv_cache_bytes(case)
     assert all(t.dtype == getattr(torch, dtype) for t in cache.streams())
 

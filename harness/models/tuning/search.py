@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.cell.state import preserved
+from harness.candidate.state import preserved
 from harness.kernels.call import Kernel
 from harness.kernels.front import find_kernel
 from harness.kernels.names import read_options, split_name

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.cell.build import ContractBroken, WatchedKernel
-from harness.cell.state import preserved
+from harness.candidate.isolated import KernelFailed, judged_kernel
+from harness.candidate.state import preserved
+from harness.cell.build import WatchedKernel
 from harness.errors import BadInput
-from harness.kernels.call import Kernel, Unsupported
-from harness.kernels.front import AnyKernel, find_kernel
+from harness.kernels.call import ContractBroken, Kernel, Unsupported
+from harness.kernels.front import AnyKernel
 from harness.models.families.family import Family, Structure
 from harness.models.tuning import file as tuning_file
 from harness.models.tuning.file import Tuned, TuningError
@@ -31,8 +32,9 @@ from harness.models.verify.generation import compare_generation
 from harness.models.verify.golden import dtype_of
 from harness.models.verify.metering import Meters, attach_meters
 from harness.models.verify.result import STEPS, Budget, Status, Verification, VerifyStep
-from harness.models.verify.subject import Load, subject
+from harness.models.verify.subject import Load, attentions_of, subject
 from harness.swaps import SwapReport, swap
+from harness.swaps.engine import Only, predicate
 from harness.swaps.weights import WeightSource, parameter_count, same_bits
 from harness.text import count, plural
 
@@ -47,6 +49,7 @@ def verify(
     path: str | Path | None = None,
     inputs: Any = None,
     seed: int = 0,
+    only: Only | None = None,
     tuned: Tuned | str | Path | None = None,
     budget: Budget | Mapping[str, float] | None = None,
     on_step: Callable[[VerifyStep], None] | None = None,
@@ -60,6 +63,7 @@ def verify(
     config   overrides of the family's tiny config
     path     a local checkpoint folder of that family, instead of the tiny random model
     inputs   of a module: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a Batch
+    only     which attentions are swapped, as in `swap`; the others stay as they are
     tuned    thresholds for each layer and head, or the file that `harness tune-sparse` wrote; instead of a kernel
     budget   how far an approximate kernel may be from dense attention: limits by name, as in Budget
     on_step  is told of each step as it ends
@@ -70,14 +74,14 @@ def verify(
     if tuned is None and isinstance(kernel, str):
         tuned = tuned_name(kernel)
     thresholds = tuned if tuned is None or isinstance(tuned, Tuned) else tuning_file.load(tuned)
-    found = find_kernel(kernel) if thresholds is None else placeholder(thresholds)
+    found = judged_kernel(kernel) if thresholds is None else placeholder(thresholds)
     if not isinstance(budget, Budget):
         budget = Budget.of(budget or {}, tuned_for=None if thresholds is None else thresholds.limit)
     name, load = subject(target, config or {}, None if path is None else Path(path), inputs)
     flags = [(module, module.training) for module in target.modules()] if isinstance(target, nn.Module) else []
     try:
         with preserved():
-            return _Run(name, load, found, seed, thresholds, budget, on_step, tamper).through()
+            return _Run(name, load, found, seed, only, thresholds, budget, on_step, tamper).through()
     finally:
         for module, training in flags:
             module.training = training
@@ -91,6 +95,7 @@ class _Run:
     read: Load
     kernel: Kernel
     seed: int
+    only: Only | None
     tuned: Tuned | None
     budget: Budget
     on_step: Callable[[VerifyStep], None] | None
@@ -134,7 +139,7 @@ class _Run:
         def watched(kernel: Kernel) -> Kernel:  # a kernel that writes into its inputs is told of by name
             return WatchedKernel(kernel).as_kernel()
 
-        swapped, report = swap(self.model, kernel=watched(self.kernel), **self.family.swap_options)
+        swapped, report = swap(self.model, kernel=watched(self.kernel), only=self.only, **self.family.swap_options)
         warning = ""
         if self.tuned is not None:
             give_layers_their_own(self.tuned, report, heads=self.structure.heads, around=watched)
@@ -143,11 +148,18 @@ class _Run:
             self.meters = attach_meters(report)
         self.pair = ModelPair(self.model, swapped, report, self.family, self.seed)
         self.done = replace(self.done, swapped=len(report.swapped))
-        problem = problem_of_swap(self.pair, self.structure.attentions)
+        problem = problem_of_swap(self.pair, self._expected())
         message = (problem or _describe_swap(report, parameter_count(swapped))) + warning
         if self.tamper is not None:
             self.tamper(swapped)
         return "failed" if problem else "passed", message
+
+    def _expected(self) -> int:
+        """How many attentions the swap is held to."""
+        if self.only is None:
+            return self.structure.attentions
+        wanted = predicate(self.only)
+        return sum(wanted(name, module) for name, module in attentions_of(self.model).items())
 
     def forward(self) -> tuple[Status, str]:
         limits = ""
@@ -191,7 +203,7 @@ def not_loaded(name: str, kernel: Kernel, error: BadInput) -> Verification:
 
 def describe_error(error: BaseException) -> str:
     """The message; where it is not one of ours, with the line that raised: it may be the user's."""
-    if isinstance(error, BadInput | Unsupported | ContractBroken):
+    if isinstance(error, BadInput | Unsupported | ContractBroken | KernelFailed):  # which says where by itself
         return str(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
@@ -201,7 +213,10 @@ def describe_error(error: BaseException) -> str:
 def problem_of_swap(pair: ModelPair, attentions: int) -> str | None:
     """An attention that was not replaced, or the first weight or buffer that is not, bit for bit, what it was."""
     if len(pair.layers) != attentions:
-        return f"{len(pair.layers)} of {attentions} replaced: {', '.join(name or 'the model' for name in pair.layers)}"
+        done = ", ".join(name or "the model" for name in pair.layers)
+        others = {name: each for name, each in attentions_of(pair.original).items() if name not in pair.layers}
+        missing = ", ".join(f"{name} ({type(module).__name__})" for name, module in others.items())
+        return f"{len(pair.layers)} of {attentions} replaced: {done}" + (f"; not {missing}" if missing else "")
     before, after = parameter_count(pair.original), parameter_count(pair.swapped)
     if before != after:
         return f"{after:,} parameters instead of {before:,}"
@@ -220,4 +235,5 @@ def problem_of_swap(pair: ModelPair, attentions: int) -> str | None:
 def _describe_swap(report: SwapReport, parameters: int) -> str:
     done = len(report.swapped)
     became = ", ".join(dict.fromkeys(row.became for row in report.swapped))
-    return f"{done} of {done} replaced by {became}; {count(parameters)} parameters as before, the same bits"
+    left = "".join(f"; {name} ({kind}) stays as it is" for name, kind in report.left.items())
+    return f"{done} of {done} replaced by {became}; {count(parameters)} parameters as before, the same bits{left}"

@@ -140,7 +140,7 @@ def _output(output: Any) -> list[Tensor]:
 
 def structure_of(model: nn.Module) -> Structure:
     """Counted from the modules, apart from what the swap finds."""
-    found = _attentions(model)
+    found = attentions_of(model)
     if not found:
         libraries = " or ".join(library for library, _ in ADAPTERS)
         kind = type(model).__name__
@@ -155,7 +155,7 @@ def structure_of(model: nn.Module) -> Structure:
     )
 
 
-def _attentions(model: nn.Module) -> dict[str, nn.Module]:
+def attentions_of(model: nn.Module) -> dict[str, nn.Module]:
     """nn.MultiheadAttention anywhere; inside a model of a library, what is called an attention and holds no other."""
     modules = dict(model.named_modules())
     libraries = tuple(f"{name}." if name else "" for name, module in modules.items() if library_of(module))
