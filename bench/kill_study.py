@@ -52,7 +52,7 @@ PATIENCE_S = 300.0
 # What a run imports by and by.
 LOADED_BEFORE = (
     "harness.cell.measure",
-    "harness.cell.state",
+    "harness.candidate.state",
     "harness.kernels.front",
     "torch._dynamo",
     "pyarrow.parquet",

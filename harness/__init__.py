@@ -15,10 +15,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.battery.result import Judgement as Judgement
+    from harness.battery.session import judge as judge
     from harness.cell.check import assert_equivalent as assert_equivalent
     from harness.cell.check import check as check
     from harness.cell.rule import Equivalence as Equivalence
+    from harness.kernels.domain import kernel as kernel
     from harness.kernels.front import attention as attention
+    from harness.report.judgement import assert_kernel as assert_kernel
     from harness.runner import run as run
     from harness.store.reading import load as load
     from harness.swaps.engine import replace_mha_with_eager as replace_mha_with_eager
@@ -34,8 +38,12 @@ if TYPE_CHECKING:
 
 # Where each public name lives. Imported on first use: torch takes seconds, and `harness --help` must not wait for it.
 _NAMES = {
+    "harness.battery.result": ("Judgement",),
+    "harness.battery.session": ("judge",),
+    "harness.report.judgement": ("assert_kernel",),
     "harness.cell.check": ("assert_equivalent", "check"),
     "harness.cell.rule": ("Equivalence",),
+    "harness.kernels.domain": ("kernel",),
     "harness.kernels.front": ("attention",),
     "harness.runner": ("run",),
     "harness.store.reading": ("load",),

@@ -14,8 +14,8 @@ from harness.errors import BAD_INPUT, BUG, EQUAL, INTERRUPTED, BadInput
 from harness.text import configure, discard_output
 
 EPILOG = """\
-exit codes:  0 all equal   1 a mismatch or a regression   2 bad input   3 a bug in harness
-             130 stopped by Ctrl-C   143 stopped by SIGTERM
+exit codes:  0 all equal, or ROUNDED WORSE (with --strict 1)   1 a mismatch or a regression   2 bad input
+             3 a bug in harness   130 stopped by Ctrl-C   143 stopped by SIGTERM
 
 examples:
   harness run configs/smoke.yaml                        judge, weigh and time a small grid

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 PHASES = ("prefill", "decode", "train")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
+BATTERY = "battery"  # stands where a case has its variant: no module, but direct calls of the kernel, `harness.judge`
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -30,9 +31,20 @@ class Case:
     rope_head_dim: int | None = None
     v_head_dim: int | None = None
 
+    @classmethod
+    def battery(cls, kernel: str) -> "Case":
+        """All that a kernel can be asked directly: it has no sizes, for the battery has them all."""
+        return cls(BATTERY, kernel, 0, 0, None, 0, 0, 0, mask="all", dtype="all", phase="call")
+
+    @property
+    def is_battery(self) -> bool:
+        return self.variant == BATTERY
+
     @property
     def case_id(self) -> str:
         """Readable and stable: baselines, records and seeds are keyed by it."""
+        if self.is_battery:
+            return f"{BATTERY}-{self.kernel}"
         parts = [self.variant, f"e{self.embed_dim}", f"h{self.heads}"]
         sizes = {"kv": self.kv_heads, "d": self.head_dim, "q": self.q_lora_rank, "r": self.kv_lora_rank}
         sizes |= {"rope": self.rope_head_dim, "v": self.v_head_dim}

@@ -112,7 +112,7 @@ def _git(tree: Path, *arguments: str) -> str | None:
 
 
 class Others:
-    """Cores' worth of time of all work on the machine but ours: this process, its finished children, and `own`.
+    """Cores' worth of time of all work on the machine but ours: this process, its children, and `own`.
 
     Another user's job, a browser, a neighbour: time that the host gave to other machines (steal) counts, too.
     """
@@ -129,8 +129,16 @@ class Others:
 
     def _used(self) -> float:
         mine = os.times()
-        theirs = sum(sum(process.cpu_times()[:2]) for process in self._own)
-        return mine.user + mine.system + mine.children_user + mine.children_system + theirs
+        family = {*self._own, *psutil.Process().children(recursive=True)}
+        return sum(mine[:4]) + sum(map(_seconds_of, family))
+
+
+def _seconds_of(process: psutil.Process) -> float:
+    """Its own processor time and that of its finished children."""
+    try:
+        return float(sum(process.cpu_times()[:4]))
+    except psutil.Error:  # it has just ended: then its time is among that of its parent's finished children
+        return 0.0
 
 
 def _busy() -> float:

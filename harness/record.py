@@ -26,13 +26,13 @@ class Record:
     variant: str
     kernel: str
     reference: str
-    embed_dim: int
-    heads: int
+    embed_dim: int | None  # these sizes are absent in the row of a battery, which has them all
+    heads: int | None
     kv_heads: int | None
-    head_dim: int
-    seq_len: int
-    kv_len: int
-    batch: int
+    head_dim: int | None
+    seq_len: int | None
+    kv_len: int | None
+    batch: int | None
     mask: str
     dtype: str
     phase: str

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,17 @@ TIMED = UNTIMED | {"timing": {"budget_s": 0.01, "min_blocks": 3}}
 
 @pytest.fixture
 def spinning() -> Iterator[int]:
+    """Nobody's child: whoever started it is gone."""
+    script = f"{sys.executable} -c '{SPIN}' > /dev/null 2>&1 & echo $!"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    try:
+        yield int(done.stdout)
+    finally:
+        os.kill(int(done.stdout), signal.SIGKILL)
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
     process = subprocess.Popen([sys.executable, "-c", SPIN])
     try:
         yield process.pid
@@ -53,6 +65,15 @@ def test_our_own_work_is_not_others(clock: Callable[[float], None]) -> None:
     began = sum(os.times()[:2])
     while sum(os.times()[:2]) < began + 0.3:
         pass
+    clock(0.3)
+    assert others.stop()[1] < 0.1
+
+
+def test_the_work_of_a_child_that_still_runs_is_not_others(clock: Callable[[float], None], child: int) -> None:
+    others = Others()
+    began = sum(psutil.Process(child).cpu_times()[:2])
+    while sum(psutil.Process(child).cpu_times()[:2]) < began + 0.3:
+        time.sleep(0.01)
     clock(0.3)
     assert others.stop()[1] < 0.1
 

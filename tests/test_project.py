@@ -142,6 +142,8 @@ TORCH_FREE = (
     "environment",
     "errors",
     "gate",
+    "kernels.domain",
+    "kernels.domain_file",
     "kernels.names",
     "record",
     "registry",
@@ -153,6 +155,7 @@ TORCH_FREE = (
     "variants.masks",
     "variants.specs",
     "workers.job",
+    "yaml_lines",
 )
 NEEDS_TORCH = {"torch", "transformers", "diffusers"}
 MUST_NOT_IMPORT = {"kernels": {"references", "variants"}, "variants": {"references"}}

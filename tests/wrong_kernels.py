@@ -39,7 +39,9 @@ def textbook(
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    # To hide the NaN of a row that sees nothing (`nan_to_num`) would leave it in the gradients of q and of the mask.
+    sees_nothing = (scores == float("-inf")).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(sees_nothing, 0.0), -1).masked_fill(sees_nothing, 0.0)
     return (F.dropout(weights, dropout_p) @ v).to(dtype)
 
 

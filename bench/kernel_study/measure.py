@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.kernel_study import guard
 from bench.kernel_study.cell import Point, Sides
 from bench.kernel_study.result import BASELINES, MEASURED, NOT_RUN, UNSUPPORTED, WRONG, Result
-from harness.cell.measure import peak_bytes
+from harness.cell.peak import peak_bytes
 from harness.cell.timing import Ratio, interleave, paired_ratio
 
 SEED = 0

@@ -25,7 +25,7 @@ from bench.kernel_study.result import COLUMNS, Result, frame_of
 from bench.kernel_study.steps import step_points
 from bench.kernel_study.targets import Verdict, judge, targets_frame
 from harness import environment, store
-from harness.cell.state import preserved
+from harness.candidate.state import preserved
 from harness.errors import BadInput
 from harness.text import progress
 

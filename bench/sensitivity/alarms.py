@@ -17,9 +17,8 @@ import torch
 
 from bench.sensitivity.honest import HONEST
 from harness.case import Case
-from harness.cell.build import ContractBroken
 from harness.cell.rule import SEVERITY, Equivalence
-from harness.kernels.call import Kernel, Unsupported
+from harness.kernels.call import ContractBroken, Kernel, Unsupported
 from harness.mutants.study import StudiedCell
 from harness.suite.config import load_suite
 from harness.suite.schema import REGIMES
@@ -43,6 +42,16 @@ GRID: Mapping[str, Any] = {
             "dtype": ["float64", "bfloat16", "float16"],
         },
         SMALL | {"variant": "gqa", "seq_len": [64, 101, 130], "mask": ["causal", "sliding_window"], "phase": PHASES},
+        # Where keys are wider than values the reference's own way has no flash kernel, whose backward pass rounds more.
+        SMALL
+        | {
+            "variant": ["mla", "block_mla"],
+            "heads": 8,
+            "seq_len": 101,
+            "mask": ["causal", "padding"],
+            "phase": "train",
+            "dtype": ["float32", "bfloat16", "float16"],
+        },
         SMALL | {"variant": ["mla_naive", "mla_absorbed"], "seq_len": 33, "mask": "causal", "phase": "decode"},
         SMALL
         | {
@@ -130,7 +139,7 @@ def _run(cell: StudiedCell, seed: int, kernel: Kernel) -> Run:
     worst = equivalence.worst
     return replace(
         blank,
-        status=equivalence.status,
+        status=equivalence.judged,  # as a run says of its cell
         err_ratio=worst.err_ratio,
         tensor=worst.tensor,
         regime=worst.regime,

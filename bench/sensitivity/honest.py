@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx.experimental._config
@@ -71,8 +72,9 @@ def dense(
     normalise: Callable[[Tensor], Tensor] = softmax,
     *,
     wide: torch.dtype | None = None,
+    **promises: Any,
 ) -> None:
-    """All scores at once. `score` gives them scaled, biased and masked."""
+    """All scores at once. `score` gives them scaled, biased and masked; `promises` are fields of `Kernel`."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
         problem = plain_problem(q, k, v, call, wide)
@@ -80,7 +82,7 @@ def dense(
         weights = normalise(score(problem)).masked_fill(problem.hidden, 0.0)
         return (weights @ problem.v).to(q.dtype), weights.to(q.dtype)
 
-    HONEST.add(name, Kernel(name, run, gives_weights=True))
+    HONEST.add(name, Kernel(name, run, gives_weights=True, **promises))
 
 
 def streamed(name: str, attend: Callable[[Problem], Tensor]) -> None:
@@ -142,8 +144,8 @@ def halves_of_channels(p: Problem) -> Tensor:
 
 
 def base_two(scores: Tensor) -> Tensor:
-    scores = scores * math.log2(math.e)
-    weights = torch.exp2(scores - scores.amax(-1, keepdim=True).detach())
+    # The maximum first: finfo.min times the logarithm would be infinite.
+    weights = torch.exp2((scores - scores.amax(-1, keepdim=True).detach()) * math.log2(math.e))
     return weights / weights.sum(-1, keepdim=True)
 
 
@@ -250,6 +252,53 @@ def sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, AttentionCall
     return run
 
 
+def padded_flash(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+    """Torch's flash kernel on values as wide as keys, as DeepSeek's own code calls it."""
+    wide, D_v = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (F.pad(t, (0, wide - t.shape[-1])) for t in (q, k, v))
+    out, _ = sdpa(SDPBackend.FLASH_ATTENTION)(q, k, v, call)
+    return out[..., :D_v], None
+
+
+class _FlashStyle(torch.autograd.Function):
+    """FlashAttention-2's arithmetic: sums in float32, but P and dS are rounded to the inputs' type before products."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        scores = (q.float() @ k.float().mT) * scale + bias
+        top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        raised = torch.exp(scores - top)
+        total = raised.sum(-1, keepdim=True)
+        total = total.masked_fill(total == 0, 1.0)
+        out = ((raised.to(q.dtype).float() @ v.float()) / total).to(q.dtype)
+        ctx.save_for_backward(q, k, v, bias, out, top + total.log())
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, logsum = ctx.saved_tensors
+        (g,) = gradients
+        weights = torch.exp((q.float() @ k.float().mT) * ctx.scale + bias - logsum)
+        delta = (g.float() * out.float()).sum(-1, keepdim=True)
+        of_scores = weights * (g.float() @ v.float().mT - delta)
+        rounded = of_scores.to(q.dtype).float()
+        of_q, of_k = (rounded @ k.float()) * ctx.scale, (rounded.mT @ q.float()) * ctx.scale
+        of_v = weights.to(q.dtype).float().mT @ g.float()
+        return of_q.to(q.dtype), of_k.to(q.dtype), of_v.to(q.dtype), of_scores, None
+
+
+def flash_style(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
+    if q.dtype == torch.float64:
+        raise Unsupported("flash kernels sum in float32")
+    p = plain_problem(q, k, v, call)
+    bias = torch.zeros((), dtype=p.q.dtype) if p.bias is None else p.bias
+    bias = bias.expand(p.hidden.shape).masked_fill(p.hidden, float("-inf"))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    out: Tensor = _FlashStyle.apply(q, k, v, bias, call.scale)
+    return out, None
+
+
 def flex(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Result:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise Unsupported("flex_attention has no backward pass on CPU")
@@ -308,7 +357,8 @@ for _score in (scale_on_queries, scale_on_keys, scale_split, scale_on_scores, ch
 for _score in (multiply_add, halves_of_channels):
     dense(_score.__name__, _score)
 dense("base_two", scale_on_queries, base_two)
-dense("log_space", scale_on_queries, log_space)
+# Held to what a user's kernel is: of scores that all are finfo.min the logarithm of their number cannot be told.
+dense("log_space", scale_on_queries, log_space, origin="a study")
 dense("float64_rounded_once", scale_on_queries, wide=torch.float64)
 streamed("keys_shuffled", ordered(shuffled))
 streamed("keys_backwards", ordered(backwards))
@@ -319,5 +369,7 @@ streamed("normalised_last", normalised_last)
 streamed("tiled_queries", tiled_queries)
 HONEST.add("sdpa_math", Kernel("sdpa_math", sdpa(SDPBackend.MATH), delegates=True))
 HONEST.add("sdpa_flash", Kernel("sdpa_flash", sdpa(SDPBackend.FLASH_ATTENTION), delegates=True))
+HONEST.add("padded_flash", Kernel("padded_flash", padded_flash, delegates=True))
+HONEST.add("flash_style", Kernel("flash_style", flash_style))
 HONEST.add("flex", Kernel("flex", flex))
 HONEST.add("compiled", Kernel("compiled", compiled))

@@ -15,11 +15,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from harness.candidate.state import preserved
 from harness.case import Case
 from harness.cell.build import Pair
 from harness.cell.draws import fast_path_off
 from harness.cell.referee import outputs, source_of
-from harness.cell.state import preserved
 from harness.mutants.result import KILLED
 from harness.mutants.saboteurs.saboteur import Saboteur, load_all
 from harness.mutants.study import StudiedCell, right_problem, try_saboteur

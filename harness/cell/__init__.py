@@ -13,6 +13,10 @@ from harness.variants.specs import VARIANTS
 
 def record_of(case: Case, *, status: str, **measured: Any) -> Record:
     """What is known of the case without running it, and the columns that were `measured`."""
+    if case.is_battery:
+        sizes = {name: None for name, value in asdict(case).items() if value == 0 and type(value) is int}
+        named = asdict(case) | sizes
+        return Record(case_id=case.case_id, reference="sdpa", kv_len=None, **named, status=status, **measured)
     spec = VARIANTS[case.variant]
     return Record(
         case_id=case.case_id,

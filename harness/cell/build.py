@@ -1,9 +1,8 @@
 """Case -> Pair: the reference with random weights, the candidate made from it by the swap, and each side's masks."""
 
-import copy
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,46 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from harness.case import Case
-from harness.cell.draws import Jitter
-from harness.kernels.call import AttentionCall, Kernel
+from harness.cell.side import OwnCaches, Side, run_variant
+from harness.kernels.call import AttentionCall, ContractBroken, Kernel, WrongDtype
+from harness.kernels.prefill import PrefillByEager
 from harness.references import Reference
 from harness.swaps import VARIANT, SwapReport, swap
 from harness.variants import masks
 from harness.variants.specs import VARIANTS
 
 DECODE_STEPS = 4  # one-token steps at the end of the sequence; the rest is prefilled
-
-Forward = Callable[[nn.Module, Tensor, Mapping[str, Any], Any, bool], tuple[Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: a module, how to call it, and its form of the mask for each step."""
-
-    module: nn.Module
-    forward: Forward
-    views: tuple[Mapping[str, Any], ...]
-    new_cache: Callable[[int], Any] | None
-    gives_weights: bool
-
-    def in_float64(self) -> "Side":
-        """The golden: a copy in double precision of what is already rounded."""
-        return self._in(torch.float64, {})
-
-    def in_float32(self, watch: "WatchedKernel") -> "Side":
-        """A copy in single precision of what is already rounded, around the same kernel."""
-        # Copied, a bound method brings its object along: without the memo the user's kernel would be copied too.
-        return self._in(torch.float32, {id(watch): watch})
-
-    def _in(self, dtype: torch.dtype, memo: dict[int, Any]) -> "Side":
-        views = tuple({key: _cast(value, dtype) for key, value in view.items()} for view in self.views)
-        return dataclasses.replace(self, module=copy.deepcopy(self.module, memo).to(dtype), views=views)
-
-    def jittered(self, jitter: Jitter) -> "Side":
-        """A copy whose weights and float masks moved."""
-        module = jitter.module(self.module)
-        views = tuple({key: jitter.value(value) for key, value in view.items()} for view in self.views)
-        return dataclasses.replace(self, module=module, views=views)
 
 
 @dataclass(frozen=True)
@@ -62,11 +30,13 @@ class Pair:
     watch: "WatchedKernel"
     swap_report: SwapReport
     steps: tuple[tuple[range, range], ...]  # positions of the queries and of the keys of each step
+    prefill: PrefillByEager | None = None  # of a kernel for decode steps alone
 
     @property
     def calls(self) -> int:
         """How often the candidate's kernel ran since the swap; a float32 copy's calls are not among them."""
-        return sum(module.calls for module in self.swap_report.swapped)
+        of_modules = sum(module.calls for module in self.swap_report.swapped)
+        return of_modules if self.prefill is None else of_modules - self.prefill.calls
 
     @property
     def poison(self) -> float | None:
@@ -87,14 +57,6 @@ class Pair:
             reference=self.reference.in_float32(self.watch),
             candidate=self.candidate.in_float32(self.watch),
         )
-
-
-class ContractBroken(Exception):
-    """The kernel returned the wrong thing, or wrote into its inputs."""
-
-
-class WrongDtype(ContractBroken):
-    """The kernel answered in another dtype than it was asked in."""
 
 
 class WatchedKernel:
@@ -135,7 +97,9 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
     randomise(module, torch.Generator().manual_seed(seed))
     module = module.to(dtype).eval()
     watch = WatchedKernel(kernel)
-    candidate, report = swap(module, to=VARIANT, kernel=watch.as_kernel(), **spec.swap_options)
+    prefill = PrefillByEager(watch.as_kernel()) if case.phase == "decode" and kernel.domain.decode_only else None
+    asked = watch.as_kernel() if prefill is None else prefill.as_kernel()
+    candidate, report = swap(module, to=VARIANT, kernel=asked, **spec.swap_options)
     steps = steps_of(case)
     has_cache = spec.kv_elements_per_token is not None
     return Pair(
@@ -147,17 +111,19 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
             views=tuple(_reference_view(reference, case, *step, dtype) for step in steps),
             new_cache=reference.new_cache,
             gives_weights=reference.gives_weights,
+            other_backend=reference.other_backend,
         ),
         candidate=Side(
             module=candidate,
-            forward=_run_variant,
+            forward=run_variant,
             views=tuple(_variant_view(case, *step, dtype) for step in steps),
-            new_cache=(lambda capacity: candidate.new_cache(capacity)) if has_cache else None,  # type: ignore[operator]
+            new_cache=OwnCaches(candidate) if has_cache else None,
             gives_weights=kernel.gives_weights,
         ),
         watch=watch,
         swap_report=report,
         steps=steps,
+        prefill=prefill,
     )
 
 
@@ -182,18 +148,6 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(1.0 + 0.3 * noise)
 
 
-def _run_variant(
-    module: nn.Module, x: Tensor, view: Mapping[str, Any], cache: Any, need_weights: bool
-) -> tuple[Tensor, Tensor | None]:
-    kwargs = dict(view)
-    if cache is not None:
-        kwargs["cache"] = cache
-    if need_weights:
-        result: tuple[Tensor, Tensor] = module(x, need_weights=True, **kwargs)
-        return result
-    return module(x, **kwargs), None
-
-
 def _variant_view(case: Case, queries: range, keys: range, dtype: torch.dtype) -> Mapping[str, Any]:
     rule = masks.MASKS[case.mask]
     at = masks.positions(case.batch, case.heads, queries, keys, case.seq_len)
@@ -208,7 +162,3 @@ def _reference_view(
     at = masks.positions(case.batch, case.heads, queries, keys, case.seq_len)
     plain_causal = rule.causal and rule.allowed is None and rule.bias is None and queries == keys
     return reference.view(case, masks.dense(rule, at, dtype), plain_causal)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from harness.cell.draws import Jitter, draw, fast_path_off, plain_and_jittered
 from harness.cell.rule import Equivalence, TensorVerdict, judge
+from harness.cell.side import gradients_of
 
 Function = Callable[..., Any]
 Subject = tuple[Function, dict[str, Any]]  # what is called, and its arguments by name
@@ -29,12 +30,14 @@ def check(
     Both are functions or modules called with `inputs`: one tensor, positional arguments, or keyword arguments. The
     reference must work in float64, because its float64 run is the golden. Outputs are a tensor, or a tuple or mapping
     of tensors. With `gradients` those of every floating input are compared too, and of every parameter that both
-    modules have under the same name.
+    modules have under the same name; a function that closes over parameters leaves its gradients in them.
     """
     arguments = _named(inputs)
-    dtype = next((value.dtype for value in arguments.values() if _is_real(value)), None)
+    # Of the numbers that are rounded: the inputs, or of a model that is given tokens alone, its weights.
+    weights = reference.parameters() if isinstance(reference, nn.Module) else ()
+    dtype = next((value.dtype for value in (*arguments.values(), *weights) if _is_real(value)), None)
     if dtype is None:
-        raise ValueError("inputs hold no floating-point tensor: there is nothing to compare")
+        raise ValueError("neither inputs nor reference hold a floating-point tensor: there is nothing to compare")
     generator = torch.Generator().manual_seed(seed)
     jitter, runner = Jitter(dtype, generator), _Runner(gradients, generator)
 
@@ -69,7 +72,7 @@ def assert_equivalent(candidate: Function, reference: Function, inputs: Any, **o
     """`check`, as an assertion whose message is the table of everything compared."""
     found = check(candidate, reference, inputs, **options)
     if not found.passed:
-        worst = found.worst
+        worst = max((verdict for verdict in found.verdicts if verdict.status != "ok"), key=lambda v: v.rank)
         table = found.table().to_string(index=False)
         raise AssertionError(f"{found.status}: {worst.tensor}: {worst.reason}\n{table}")
 
@@ -132,13 +135,8 @@ class _Runner:
         wanted = {key: value for key, value in leaves.items() if _is_real(value)}
         if isinstance(function, nn.Module):
             wanted |= {f"parameter {key}": p for key, p in function.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(
-            list(roots.values()),
-            list(wanted.values()),
-            [self.cotangents[key].to(out.dtype) for key, out in roots.items()],
-            materialize_grads=True,
-            allow_unused=True,
-        )
+        cotangents = [self.cotangents[key].to(out.dtype) for key, out in roots.items()]
+        gradients = gradients_of(list(roots.values()), list(wanted.values()), cotangents)
         return {f"grad {key}": gradient for key, gradient in zip(wanted, gradients, strict=True)}
 
 

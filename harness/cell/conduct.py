@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from harness.cell.probe import OK, CheckResult, Probe, Question, judge_relation
+from harness.candidate.request import Request
+from harness.case import HALF
+from harness.cell.bare import Held
+from harness.cell.draws import torch_threads
+from harness.cell.probe import OK, CheckResult, Probe, Question, floor_of, judge_relation
 from harness.cell.relations import as_views
+from harness.cell.rule import worst_of
+from harness.cell.side import gradients_of
 from harness.swaps.weights import same_bits
 
 DROPOUT = 0.25  # not a half: there dropping p and keeping p look alike
@@ -18,25 +24,26 @@ TORCHS_OWN = ("scaled_dot_product", "multi_head_attention")  # in the names of t
 
 def repeated_call(probe: Probe) -> CheckResult | None:
     """The same bits again, at once and after another call; and what was returned stays as it was."""
-    again = probe.question.ask(probe.kernel).clone()
-    flipped = torch.arange(probe.question.q.shape[0]).flip(0)
-    probe.question.batch(flipped).ask(probe.kernel)
-    kept = same_bits(probe.first, probe.answer)  # before the last call, which might put the same bits there again
-    later = probe.question.ask(probe.kernel)
+    question, answer = probe.long.question, probe.long.answer
+    again = question.ask(probe.kernel).clone()
+    flipped = torch.arange(question.q.shape[0]).flip(0)
+    question.batch(flipped).ask(probe.kernel)
+    kept = same_bits(probe.long.first, answer)  # before the last call, which might put the same bits there again
+    later = question.ask(probe.kernel)
     # Of a single query few numbers are rounded: all queries together leave less to luck.
     whole = probe.whole.ask(probe.kernel).clone()
-    if not (same_bits(again, probe.answer) and same_bits(probe.whole.ask(probe.kernel), whole)):
+    if not (same_bits(again, answer) and same_bits(probe.whole.ask(probe.kernel), whole)):
         return CheckResult("mismatch", "the same call gave other bits the second time")
-    if not same_bits(later, probe.answer):
+    if not same_bits(later, answer):
         return CheckResult("mismatch", "the same call gave other bits after a call with other inputs")
-    if not kept:
+    if not (kept and same_bits(probe.first, probe.answer)):
         return CheckResult("mismatch", "a result was overwritten by later calls")
     return OK
 
 
 def inputs_untouched(probe: Probe) -> CheckResult | None:
     """Nothing is written, not even beside a view in its buffer, and the result is memory of its own."""
-    question, buffers = as_views(probe.question)
+    question, buffers = as_views(probe.long.question)
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     out = question.ask(probe.kernel)
     for name, buffer in buffers.items():
@@ -45,6 +52,18 @@ def inputs_untouched(probe: Probe) -> CheckResult | None:
         if out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
             return CheckResult("mismatch", f"the result shares memory with {name}")
     return OK
+
+
+def two_threads(probe: Probe) -> CheckResult | None:
+    """The work dealt out to two threads is the work of one."""
+    question = probe.long.question
+    answers = []
+    for threads in (1, 2):
+        with torch_threads(threads):
+            answers.append(question.ask(probe.kernel))
+    # The largest of some rows' floors stands for all rows: over thousands of rows it would grow by a fifth.
+    floor = floor_of(question.sampled_rows(), probe.generator()).largest_row()
+    return judge_relation(answers[1], answers[0], floor.times(2))
 
 
 def dropout(probe: Probe) -> CheckResult | None:
@@ -81,6 +100,25 @@ def dropout(probe: Probe) -> CheckResult | None:
     if not abs(dropped - n * DROPOUT) <= SIGMAS * (n * DROPOUT * kept) ** 0.5:
         return CheckResult("mismatch", f"{dropped} of {n} weights dropped at dropout_p = {DROPOUT}")
     return OK
+
+
+def half_precision(probe: Probe) -> CheckResult | None:
+    """The call alone, without the modules whose rounding of q, k and v hides what a kernel does in half precision.
+
+    By the rule, and in the directions in which bugs move a result; numbers are as a model has them, not of few bits.
+    """
+    question = probe.whole
+    if str(question.q.dtype).removeprefix("torch.") not in HALF:
+        return None
+    generator = probe.generator()
+    drawn = {n: torch.randn(question.tensors[n].shape, generator=generator).to(question.q.dtype) for n in "qkv"}
+    question = question.but(**drawn).densely_masked()
+    out = question.ask(probe.kernel)
+    request = Request(question.q, question.k, question.v, mask=question.mask, scale=question.scale)
+    verdicts = Held.of(request, generator, directions=True).judge({"out": out})
+    worst = worst_of(verdicts)
+    figures = {name: getattr(worst, name) for name in ("max_abs_err", "err_budget", "err_ratio", "block_ratio")}
+    return CheckResult(worst.status, worst.reason, **figures)
 
 
 def delegation(probe: Probe) -> CheckResult | None:
@@ -158,5 +196,5 @@ def _gradients(probe: Probe, question: Question, dead: Tensor) -> Iterator[tuple
         out = question.but(**leaves).ask(probe.kernel)
         if not out.requires_grad:
             return  # a kernel that cuts the graph: the comparison of gradients says so
-        gradients = torch.autograd.grad(out[dead].sum(), tuple(leaves.values()), materialize_grads=True)
+        gradients = gradients_of([out[dead].sum()], list(leaves.values()), [out.new_ones(())])
     yield from zip(leaves, gradients, strict=True)

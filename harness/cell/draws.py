@@ -85,6 +85,16 @@ def draw(
 
 
 @contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def fast_path_off() -> Iterator[None]:
     """torch's encoder fast path never calls the modules it contains: a wrong one would pass with error 0."""
     was = torch.backends.mha.get_fastpath_enabled()

@@ -8,20 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C import _autograd as autograd
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-from harness.case import Case
-from harness.cell import record_of
+from harness.candidate.client import Process
+from harness.candidate.isolated import KernelFailed, reference_process
+from harness.case import HALF, Case
+from harness.cell import apart, record_of
+from harness.cell.apart import Apart
 from harness.cell.approximate import DENSE, Approximation, approximate
-from harness.cell.build import ContractBroken, Pair, Side, build_pair
-from harness.cell.referee import compare_pair, run_steps, train_step
-from harness.cell.rule import Equivalence
-from harness.cell.timing import Stopwatch, interleave, paired_ratio
-from harness.kernels.call import Kernel, Unsupported
+from harness.cell.build import Pair, build_pair
+from harness.cell.peak import peak_bytes
+from harness.cell.referee import IN_FLOAT32, compare_pair, judge_timed
+from harness.cell.rule import Equivalence, TensorVerdict, worst_of
+from harness.cell.side import Side, Subject, run_steps
+from harness.cell.timing import SAMPLE_S, Stopwatch, Timed, interleave, paired_ratio
+from harness.kernels.call import ContractBroken, Kernel
 from harness.kernels.front import find_kernel
 from harness.kernels.plugin import told
-from harness.record import Record
+from harness.record import EQUAL_STATUSES, Record
 from harness.suite.schema import Accuracy, Timing
 
 OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
@@ -29,6 +32,7 @@ OF_THE_WORST = (  # columns that are the worst tensor's own
     *("max_abs_err", "mean_abs_err", "max_rel_err", "max_ulp_err"),
     *("ref_max_abs_err", "err_budget", "err_ratio"),
 )
+LARGE_SCORE = 16.0  # of the example in a message
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -49,26 +53,32 @@ def measure(
     record, seed = record_of(case, status="error"), case.seed(seed)
     try:
         pair = build_pair(case, kernel, seed)
-        record = weighed(record, pair)
         close, before = None, pair.calls  # calls are those of the comparison alone: what it bypasses, others may call
         if kernel.approximate and accuracy is not None:
             close = approximate(pair, regimes, seed=seed, stopwatch=stopwatch)
         if close is not None and accuracy is not None and close.left_something_out:
             record = replace(record, calls=pair.calls - before, **close.error_columns(), **close.columns())
+            record = weighed(record, pair)
             status, error = _unlike(record) or close.verdict(accuracy)
         else:
             before = pair.calls
             equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
             record = replace(record, calls=pair.calls - before, **_equality_columns(equivalence))
+            record = weighed(record, pair)
             status, error = status_of(record, equivalence, kernel)
             record = record if close is None else replace(record, **close.columns())
         record = replace(record, status=status, error=error)
         if timing.enabled and close is not None:
             record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
+        elif timing.enabled and kernel.process is not None:
+            speed, verdicts = _time_apart(pair, kernel.process, timing, seed, stopwatch)
+            record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
+            if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
+                record = replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
         elif timing.enabled:
             record = replace(record, **_time(pair, timing, seed, stopwatch))
-    except Unsupported as refusal:
-        record = replace(record, status="unsupported", error=str(refusal))
+    except NotImplementedError as refusal:  # Unsupported, or in whatever other words: in a backward pass, for instance
+        record = replace(record, status="unsupported", error=str(refusal) or told(refusal))
     except ContractBroken as broken:
         record = replace(record, status="mismatch", error=str(broken))
     except KeyboardInterrupt:
@@ -82,6 +92,8 @@ def measure(
 
 def _describe(failure: BaseException) -> str:
     """Type, message, and the innermost line that is not torch's or ours: the candidate's own, where it has one."""
+    if isinstance(failure, KernelFailed):
+        return str(failure)
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(failure.__traceback__)]
     own = [frame for frame in frames if "site-packages" not in frame[0] and not frame[0].startswith(PACKAGE)]
     place = (own or frames)[-1:]
@@ -89,7 +101,10 @@ def _describe(failure: BaseException) -> str:
 
 
 def weighed(record: Record, pair: Pair) -> Record:
-    """With parameters and cache bytes as they really are, not as the formula says."""
+    """With parameters and cache bytes as they really are, not as the formula says.
+
+    After the comparison: filling a cache calls the kernel, and a kernel's first call must be one that is judged.
+    """
     case, side = pair.case, pair.candidate
     record = replace(
         record,
@@ -101,7 +116,7 @@ def weighed(record: Record, pair: Pair) -> Record:
     x = torch.zeros(case.batch, case.kv_len, case.embed_dim, dtype=getattr(torch, case.dtype))
     with torch.no_grad():
         if case.phase == "decode":
-            cache = run_steps(pair, side, x)[1]
+            cache = run_steps(side, pair.steps, x)[1]
         else:
             cache = side.new_cache(case.kv_len)
             side.forward(side.module, x, side.views[0], cache, False)
@@ -126,12 +141,28 @@ def status_of(record: Record, equivalence: Equivalence, kernel: Kernel) -> tuple
     if unlike := _unlike(record):
         return unlike
     worst = equivalence.worst
-    if equivalence.status == "ok":
+    if equivalence.judged == "ok":
         return "ok", None
     hint = ""
     if kernel.approximate:
         hint = "; the kernel is approximate: judge it by limits in `accuracy`, with `equivalence: approximate`"
-    return equivalence.status, f"{worst.tensor} in regime {worst.regime}: {worst.reason}{hint}"
+    elif equivalence.judged == "degraded" and record.dtype in HALF and _is_right_in_float32(equivalence):
+        hint = _rounded_scores(record.dtype)
+    return equivalence.judged, f"{worst.tensor} in regime {worst.regime}: {worst.reason}{hint}"
+
+
+def _is_right_in_float32(equivalence: Equivalence) -> bool:
+    shadow = [verdict.status for verdict in equivalence.verdicts if verdict.tensor.endswith(IN_FLOAT32)]
+    return bool(shadow) and set(shadow) == {"ok"}
+
+
+def _rounded_scores(dtype: str) -> str:
+    """The usual reason and its price: a score keeps few digits, and exp makes its error one of the weight."""
+    lost = LARGE_SCORE * torch.finfo(getattr(torch, dtype)).eps / 2
+    return (
+        f"; right in float32, as a kernel is whose scores are rounded to {dtype} before the softmax: a score of "
+        f"{LARGE_SCORE:g} is off by up to {lost:.2g}, its weight by {100 * lost:.2g} %. Score in float32"
+    )
 
 
 def _unlike(record: Record) -> tuple[str, str] | None:
@@ -155,6 +186,21 @@ def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[s
         samples = _samples(calls, timing, seed)
         peak = peak_bytes(calls["candidate"])
     return _speed_columns(samples, peak, seed)
+
+
+def _time_apart(
+    pair: Pair, process: Process, timing: Timing, seed: int, stopwatch: Stopwatch
+) -> tuple[dict[str, Any], list[TensorVerdict]]:
+    """Both sides in processes of their own; and verdicts on some of the timed calls."""
+    candidate = Apart(process, subject_of(pair, pair.candidate, seed))
+    beside = reference_process()
+    beside.begin(torch.get_num_threads())
+    reference = Apart(beside, subject_of(pair, pair.reference, seed))
+    with stopwatch.running():
+        samples = _samples({"candidate": candidate, "reference": reference}, timing, seed, sample_s=apart.SAMPLE_S)
+        peak = process.peak(candidate.fresh())
+    verdicts = [v for result in candidate.kept for v in judge_timed(pair, candidate.subject, result, seed=seed)]
+    return _speed_columns(samples, peak, seed), verdicts
 
 
 def _time_approximate(
@@ -184,7 +230,9 @@ def _time_approximate(
     return _speed_columns(kept, peak, seed) | {"approximation": timed}
 
 
-def _samples(calls: Mapping[str, Callable[[], object]], timing: Timing, seed: int) -> dict[str, list[float]]:
+def _samples(
+    calls: Mapping[str, Timed], timing: Timing, seed: int, sample_s: float = SAMPLE_S
+) -> dict[str, list[float]]:
     """With as much time for each call as in a cell with two."""
     return interleave(
         calls,
@@ -192,6 +240,7 @@ def _samples(calls: Mapping[str, Callable[[], object]], timing: Timing, seed: in
         min_blocks=timing.min_blocks,
         max_blocks=timing.max_blocks,
         seed=seed,
+        sample_s=sample_s,
     )
 
 
@@ -212,55 +261,25 @@ def _median(samples: list[float]) -> float:
     return sorted(samples)[len(samples) // 2]
 
 
-def timed_call(pair: Pair, side: Side, seed: int) -> Callable[[], object]:
-    """One prefill, one decode step at the end of a full cache, or one training step."""
+def subject_of(pair: Pair, side: Side, seed: int) -> Subject:
+    """What is timed of a side, with random inputs."""
     case = pair.case
     generator = torch.Generator().manual_seed(seed)
     shape = (case.batch, case.seq_len, case.embed_dim)
     x, cotangent = (torch.randn(shape, generator=generator).to(getattr(torch, case.dtype)) for _ in range(2))
-    if case.phase == "train":
-        return lambda: train_step(side, x, cotangent)
-    return _call_on(pair, side, x)
+    return Subject(side, case.phase, pair.steps, x, cotangent)
+
+
+def timed_call(pair: Pair, side: Side, seed: int) -> Callable[[], object]:
+    """One prefill, one decode step at the end of a full cache, or one training step."""
+    return _call_of(subject_of(pair, side, seed))
+
+
+def _call_of(subject: Subject) -> Callable[[], object]:
+    subject.warm_up()
+    x = subject.example
+    return lambda: subject.call(x)
 
 
 def _call_on(pair: Pair, side: Side, x: torch.Tensor) -> Callable[[], object]:
-    case = pair.case
-    if case.phase == "prefill":
-
-        def prefill() -> object:
-            with torch.no_grad():
-                return side.forward(side.module, x, side.views[0], None, False)
-
-        return prefill
-
-    with torch.no_grad():
-        _, cache = run_steps(pair, side, x)
-    last = x[:, -1:]
-
-    def decode() -> object:
-        cache.crop(case.kv_len - 1)
-        with torch.no_grad():
-            return side.forward(side.module, last, side.views[-1], cache, False)
-
-    return decode
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most that the call itself held at once; older memory that it frees is not credited.
-
-    Exact, from the CPU allocator's own events, so it can be gated like a count.
-    """
-    # The legacy profiler gives the same allocator events as torch.profiler, at a hundredth of the set-up time.
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    autograd._enable_profiler_legacy(config)
-    try:
-        call()
-    finally:
-        threads = autograd._disable_profiler_legacy()
-    current = peak = 0
-    for events in threads:
-        for event in events:
-            if str(event.kind()) == "memory_alloc":  # frees are negative
-                current += event.cpu_memory_usage()
-                peak = max(peak, current)
-    return peak
+    return _call_of(Subject(side, pair.case.phase, pair.steps, x, torch.ones_like(x)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.case import Case
 from harness.cell.draws import Jitter, draw, plain_and_jittered
 from harness.cell.rule import JITTER_DRAWS, OK_FACTOR, conditioning, decide, ratio_to
-from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.call import AttentionCall, Kernel, four_dims
 from harness.kernels.front import attention, make_call
 from harness.kernels.plugin import dense_mask
 from harness.variants import masks
@@ -25,6 +25,9 @@ from harness.variants.specs.latent import absorbs
 
 BATCH = 2
 LENGTH = 33  # one key beyond a tile of 16 or 32
+# Of the calls at the cell's own length: enough for several tiles of any size, and a fraction of a second.
+LONGEST, HEADS_AT_LENGTH = 2100, 2
+SAMPLED_ROWS = 16  # at the start, in the middle and at the end of a long question: what its floor is measured on
 # Enough to tell groups, their members and channels apart. The comparison has the case's own sizes; here they cost most.
 KV_HEADS, GROUP = 2, 2
 RANK, ROPE = 64, 16
@@ -44,6 +47,7 @@ class Question:
     mask: Tensor | None = None  # what `causal` and `window` do not say; broadcasts to (B, H, L, S)
     causal: bool = False
     window: int | None = None
+    q_start: int | None = None  # position of query 0; None: the last query stands at the last key
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -59,7 +63,8 @@ class Question:
         return out
 
     def _rules(self) -> dict[str, Any]:
-        return {"mask": self.mask, "causal": self.causal, "window": self.window, "scale": self.scale}
+        hiding = {"mask": self.mask, "causal": self.causal, "window": self.window, "q_start": self.q_start}
+        return {**hiding, "scale": self.scale}
 
     def but(self, **changes: Any) -> "Question":
         return dataclasses.replace(self, **changes)
@@ -82,6 +87,19 @@ class Question:
         mask = None if self.mask is None else _cut(_cut(self.mask, -2, start, stop), -1, 0, S)
         return self.but(q=self.q[:, :, start:stop], k=self.k[:, :, :S], v=self.v[:, :, :S], mask=mask)
 
+    def sampled_rows(self) -> "Question":
+        """Queries at the start, in the middle and at the end, with all keys; all queries where there are few."""
+        L = self.q.shape[2]
+        if L <= 3 * SAMPLED_ROWS:
+            return self
+        starts = (0, (L - SAMPLED_ROWS) // 2, L - SAMPLED_ROWS)
+        rows = torch.cat([torch.arange(start, start + SAMPLED_ROWS) for start in starts])
+        dense = self.densely_masked()
+        mask = None if dense.mask is None else four_dims(dense.mask)
+        if mask is not None and mask.shape[-2] > 1:
+            mask = mask[..., rows, :]
+        return dense.but(q=self.q[:, :, rows], mask=mask)
+
     def batch(self, index: Tensor) -> "Question":
         mask = self.mask
         if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
@@ -93,12 +111,15 @@ def _cut(mask: Tensor, dim: int, start: int, stop: int) -> Tensor:
     return mask if mask.shape[dim] == 1 else mask.narrow(dim, start, stop - start)
 
 
-def make_question(case: Case, generator: torch.Generator) -> Question:
-    """All queries of a short sequence and few heads; grouping, channels, dtype and kind of mask are the case's."""
-    S = min(case.seq_len, LENGTH)
+def make_question(case: Case, generator: torch.Generator, *, at_length: bool = False) -> Question:
+    """All queries of a short sequence and few heads; grouping, channels, dtype and kind of mask are the case's.
+
+    `at_length`: of the case's own sequence, as far as `LONGEST`, with fewer heads still.
+    """
+    S = min(case.seq_len, LONGEST if at_length else LENGTH)
     H_kv, D, D_v, scale = _shape_of_heads(case)
     G = min(case.heads // H_kv, GROUP)
-    H_kv = min(H_kv, KV_HEADS)
+    H_kv = min(H_kv, HEADS_AT_LENGTH // G if at_length else KV_HEADS)
     H = G * H_kv
     dtype = getattr(torch, case.dtype)
 
@@ -147,6 +168,10 @@ class RelationFloor:
 
     def rows(self, start: int, stop: int) -> "RelationFloor":
         return RelationFloor(self.terms[..., start:stop])
+
+    def largest_row(self) -> "RelationFloor":
+        """One that stands for every row, of however many."""
+        return RelationFloor(self.terms.amax(-1, keepdim=True))
 
     def batch(self, index: Tensor) -> "RelationFloor":
         return RelationFloor(self.terms[:, index])
@@ -211,6 +236,16 @@ def judge_relation(
     return CheckResult(status, reason, float(worst), OK_FACTOR * float(N), ratio, block_ratio)
 
 
+@dataclass(frozen=True)
+class LongProbe:
+    """The same at the cell's own length, up to `LONGEST` keys: with the cell's tiles, buffers and threads."""
+
+    whole: Question
+    question: Question  # of the phase, as in a `Probe`
+    first: Tensor
+    answer: Tensor
+
+
 BUILT_IN = ("harness", "saboteur")  # origins of kernels that are held to our own promises
 
 
@@ -226,6 +261,7 @@ class Probe:
     floor: RelationFloor
     first: Tensor  # the kernel's answer to `question`, the tensor itself
     answer: Tensor  # a copy of it, taken at once
+    long: "LongProbe"
 
     @property
     def is_built_in(self) -> bool:

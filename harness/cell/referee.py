@@ -1,9 +1,10 @@
 """Runs both sides and the golden over all regimes and hands every tensor to the acceptance rule."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,27 +12,36 @@ from torch import Tensor
 
 from harness.case import HALF
 from harness.cell import self_checks as metamorphic
-from harness.cell.build import ContractBroken, Pair, Side, WrongDtype
-from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered
+from harness.cell.apart import TimedResult
+from harness.cell.build import Pair
+from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered, torch_threads
 from harness.cell.regimes import Inputs, make_inputs
-from harness.cell.rule import Equivalence, TensorVerdict, Yardstick
+from harness.cell.rule import Equivalence, TensorVerdict, Yardstick, judge
+from harness.cell.side import Side, Subject, run_steps, train_step
 from harness.cell.timing import Stopwatch
+from harness.kernels.call import ContractBroken, WrongDtype
 from harness.swaps.weights import WeightSource
 
 # The most sensitive regime: a scale wrong by 1e-3 stands at 450 N and more in it, at 30 N in peaked and offset.
 SHADOW_REGIME = "plain"
+TIMED = "timed"  # the regime of inputs that a kernel was timed on
 IN_FLOAT32 = " (in float32)"  # ends the name of a shadow's tensor
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> AbstractContextManager[None]:
     """Many small operations: two threads gain little, and on a busy machine each would wait for the other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    return torch_threads(1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a tensor that is judged apart, and what its name then ends in."""
+
+    label: str = ""
+    of: Callable[[Any], Any] = lambda tensor: tensor
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True)
@@ -43,20 +53,36 @@ class Expected:
     draws: Draws[dict[str, Any]]  # every tensor by name
     _yardsticks: dict[tuple[str, WeightSource], Yardstick] = field(default_factory=dict)  # made when first asked for
 
-    def tensor(self, name: str, source: WeightSource) -> Draws[Tensor]:
-        """What a candidate's tensor `name` is compared with, which is `source` of the reference's."""
+    def tensor(self, name: str, source: WeightSource, part: Part = WHOLE) -> Draws[Tensor]:
+        """What `part` of a candidate's tensor `name` is compared with, which is `source` of the reference's."""
         key = f"grad {source.name}" if name.startswith("grad ") else name
-        return self.draws.map(lambda outputs: source.of(outputs[key]))
+        return self.draws.map(lambda outputs: part.of(source.of(outputs[key])))
 
-    def yardstick(self, name: str, source: WeightSource) -> Yardstick:
-        if (name, source) not in self._yardsticks:
-            draws, may_differ, poisoned = self.tensor(name, source), None, self.inputs.poisoned
+    def yardstick(self, name: str, source: WeightSource, part: Part = WHOLE) -> Yardstick:
+        if (name + part.label, source) not in self._yardsticks:
+            draws, may_differ, poisoned = self.tensor(name, source, part), None, self.inputs.poisoned
             if poisoned is not None:
                 rows = poisoned[..., None] if name == "out" else poisoned[:, None, :, None]
                 may_differ = rows.expand(draws.references[0].shape)
             made = Yardstick.of(*draws, may_differ=may_differ, is_gradient=name.startswith("grad "))
-            self._yardsticks[name, source] = made
-        return self._yardsticks[name, source]
+            self._yardsticks[name + part.label, source] = made
+        return self._yardsticks[name + part.label, source]
+
+
+def parts_of(pair: Pair, name: str) -> tuple[Part, ...]:
+    """The gradient of the bias that decompresses MLA's keys and values is two things.
+
+    The keys' half is 0 in exact arithmetic, for the softmax takes out what all keys share: nothing but rounding, whose
+    size depends on the order of the sums. The values' half is a gradient like any other.
+    """
+    case = pair.case
+    if case.kv_lora_rank is None or not (name.startswith("grad ") and name.endswith("kv_b_proj.bias")):
+        return (WHOLE,)
+
+    def half(at: slice) -> Callable[[Tensor], Tensor]:
+        return lambda bias: bias.unflatten(0, (case.heads, -1))[:, at].flatten()
+
+    return Part(", keys", half(slice(case.head_dim))), Part(", values", half(slice(case.head_dim, None)))
 
 
 class Referee:
@@ -99,8 +125,9 @@ class Referee:
     def judge_outputs(self, pair: Pair, expected: Expected, candidate: dict[str, Any]) -> Iterator[TensorVerdict]:
         with one_thread():
             for name, tensor in candidate.items():
-                yardstick = expected.yardstick(name, source_of(pair, name))
-                yield yardstick.judge(name, tensor, regime=expected.inputs.regime)
+                for part in parts_of(pair, name):
+                    yardstick = expected.yardstick(name, source_of(pair, name), part)
+                    yield yardstick.judge(name + part.label, part.of(tensor), regime=expected.inputs.regime)
 
     def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
         """Everything that is compared, one by one: who looks for the first failure alone may stop there.
@@ -128,12 +155,19 @@ class Referee:
         return make_inputs(self._pair.case, regime, self._generator, poison=self._poison)
 
     def _draw(self, regime: str) -> Expected | None:
-        pair, inputs = self._pair, self._inputs(regime)
+        inputs = self._inputs(regime)
         if inputs is None:
             return None
         xs = list(plain_and_jittered(inputs.x, self._jitter.tensor))
         cotangent = torch.randn(inputs.x.shape, generator=self._generator).to(inputs.x.dtype)
+        return self._of(inputs, xs, cotangent)
 
+    def of_inputs(self, inputs: Inputs, cotangent: Tensor) -> Expected:
+        """Reference and golden on given inputs."""
+        return self._of(inputs, list(plain_and_jittered(inputs.x, self._jitter.tensor)), cotangent)
+
+    def _of(self, inputs: Inputs, xs: list[Tensor], cotangent: Tensor) -> Expected:
+        pair = self._pair
         with self._stopwatch.running():
             draws = draw(
                 [(reference, golden, x) for (reference, golden), x in zip(self._sides, xs, strict=True)],
@@ -141,7 +175,18 @@ class Referee:
                 golden=lambda drawn: outputs(pair, drawn[1], drawn[2].double(), cotangent.double()),
                 dtype=self._jitter.dtype,
             )
+            if pair.case.phase == "train":
+                self._add_other_backend(draws, xs, cotangent)
         return Expected(inputs, cotangent, draws)
+
+    def _add_other_backend(self, draws: Draws[dict[str, Any]], xs: Sequence[Tensor], cotangent: Tensor) -> None:
+        """Beside the same goldens: the noise of a reference with two ways is the larger of both."""
+        others = [reference.by_other_backend() for reference, _ in self._sides]
+        for other, golden, x in zip(others, list(draws.goldens), xs, strict=True):
+            if other is not None:
+                with fast_path_off():
+                    draws.references.append(outputs(self._pair, other, x, cotangent))
+                draws.goldens.append(golden)
 
 
 class ShadowReferee(Referee):
@@ -193,6 +238,26 @@ def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: St
     return Equivalence(verdicts)
 
 
+def judge_timed(pair: Pair, subject: Subject, result: TimedResult, *, seed: int) -> list[TensorVerdict]:
+    """What a timed call gave, by the rule, on the very input that it was given."""
+    referee = Referee(pair, [TIMED], seed=seed, poison=None)
+    x = result.x
+    if subject.phase == "decode":  # the last token of a sequence
+        x = torch.cat([subject.context[:, :-1], x], dim=1)
+    expected = referee.of_inputs(Inputs(TIMED, x, x), subject.cotangent)
+    names = [name for name in expected.draws.references[0] if name in ("out", "grad x")]
+    last = slice(-1, None) if subject.phase == "decode" else slice(None)
+    draws = expected.draws.map(lambda outputs: {name: outputs[name][:, last] for name in names})
+    with one_thread():
+        return [
+            replace(
+                judge(name, result.tensors.get(name), *draws.map(itemgetter(name)), is_gradient=name != "out"),
+                tensor=f"{name} (of a timed call)", regime=TIMED, is_aside=True,
+            )
+            for name in names
+        ]  # fmt: skip
+
+
 def source_of(pair: Pair, name: str) -> WeightSource:
     """Where the reference has what the candidate calls `name`: of a parameter's gradient, perhaps some rows."""
     if not name.startswith("grad "):
@@ -208,27 +273,6 @@ def outputs(pair: Pair, side: Side, x: Tensor, cotangent: Tensor) -> dict[str, A
         return {"out": out.detach()} | {f"grad {name}": g for name, g in zip(names, gradients, strict=True)}
     with torch.no_grad():
         if pair.case.phase == "decode":
-            return {"out": run_steps(pair, side, x)[0]}
+            return {"out": run_steps(side, pair.steps, x)[0]}
         out, weights = side.forward(side.module, x, side.views[0], None, pair.compares_weights)
         return {"out": out} if weights is None else {"out": out, "weights": weights}
-
-
-def run_steps(pair: Pair, side: Side, x: Tensor) -> tuple[Tensor, Any]:
-    """Prefill into a fresh cache, then one token at a time: all outputs in order, and the filled cache."""
-    assert side.new_cache is not None
-    cache = side.new_cache(pair.case.kv_len)
-    parts = []
-    for (queries, _), view in zip(pair.steps, side.views, strict=True):
-        out, _ = side.forward(side.module, x[:, queries.start : queries.stop], view, cache, False)
-        parts.append(out)
-    return torch.cat(parts, dim=1), cache
-
-
-def train_step(side: Side, x: Tensor, cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Output, and the gradients of x and of every parameter."""
-    leaf = x.detach().requires_grad_()
-    with torch.enable_grad():
-        out, _ = side.forward(side.module, leaf, side.views[0], None, False)
-        leaves = (leaf, *side.module.parameters())
-        # A kernel that cuts the graph gives no gradient: that is a gradient of 0, and judged as one.
-        return out, torch.autograd.grad(out, leaves, cotangent, materialize_grads=True)

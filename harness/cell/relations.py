@@ -1,12 +1,17 @@
 """Relations that hold between a right kernel's answers, whatever those are. None = does not apply to this call."""
 
+import dataclasses
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from harness.cell.probe import CheckResult, Probe, Question, floor_of, judge_relation
+from harness.cell.probe import CheckResult, Probe, Question, RelationFloor, floor_of, judge_relation
+from harness.cell.rule import GRADIENT_FACTOR
+from harness.kernels.call import Kernel
+from harness.kernels.front import run
 
+CHUNK = 7  # queries of one call between a prefill and a single step
 LARGE = (100.0, 800.0)  # added to scores: beyond what exp can take in float32, and in float64; exact in half types
 SHIFT = 16.0  # added to every channel of every key: exact in bfloat16 for keys on the grid of `make_question`
 
@@ -99,6 +104,137 @@ def expanded_batch(probe: Probe) -> CheckResult | None:
     expanded = one.but(**{name: getattr(one, name).expand(B, -1, -1, -1) for name in "qkv"}, mask=mask)
     first = torch.zeros(B, dtype=torch.long)
     return judge_relation(expanded.ask(probe.kernel), probe.answer[first], probe.floor.batch(first).times(2))
+
+
+def chunk(probe: Probe) -> CheckResult | None:
+    """Several queries with more keys than that: in the middle of a long prompt, or at the end when decoding."""
+    whole, S = probe.long.whole, probe.long.whole.k.shape[2]
+    size, decoding = min(CHUNK, S - 1), probe.phase == "decode"
+    if size < 2:
+        return None
+    start = S - size if decoding else min(S - size, S // 2)
+    part = whole.rows(start, start + size)
+    if decoding:
+        singles = [whole.rows(row, row + 1).ask(probe.kernel) for row in range(start, S)]
+        expected = torch.cat(singles, dim=2)
+    else:
+        expected = probe.long.answer[:, :, start : start + size]
+    return judge_relation(part.ask(probe.kernel), expected, floor_of(part, probe.generator()).times(2))
+
+
+def more_queries_than_keys(probe: Probe) -> CheckResult | None:
+    """All queries twice, one after the other, give all answers twice."""
+    once = probe.whole.densely_masked()
+    mask = once.mask
+    if mask is not None and mask.shape[-2] > 1:
+        mask = torch.cat([mask, mask], dim=-2)
+    twice = once.but(q=torch.cat([once.q, once.q], dim=2), mask=mask)
+    expected = once.ask(probe.kernel).repeat(1, 1, 2, 1)
+    return judge_relation(
+        twice.ask(probe.kernel), expected, RelationFloor(probe.whole_floor.terms.repeat(1, 1, 1, 2)).times(2)
+    )
+
+
+def causal_from_the_first_key(probe: Probe) -> CheckResult | None:
+    """SDPA's `is_causal`: query 0 stands at key 0, also where there are fewer queries than keys, or more."""
+    whole, L = probe.whole, probe.whole.q.shape[2]
+    if not whole.causal or whole.mask is not None or whole.window is not None or L < 4:
+        return None
+    few, answer = L // 3, whole.ask(probe.kernel)
+    fewer = whole.but(q=whole.q[:, :, :few], q_start=0)
+    k, v = whole.k[:, :, :few], whole.v[:, :, :few]
+    more = whole.but(k=k, v=v, q_start=0)
+    beyond = whole.but(q=whole.q[:, :, few:], k=k, v=v, causal=False)  # the rest of the queries see all of the keys
+    got = torch.cat([fewer.ask(probe.kernel), more.ask(probe.kernel)], dim=2)
+    expected = torch.cat([answer[:, :, :few], answer[:, :, :few], beyond.ask(probe.kernel)], dim=2)
+    floors = (probe.whole_floor.rows(0, few), floor_of(more, probe.generator()))
+    floor = RelationFloor(torch.cat([each.terms for each in floors], dim=-1))
+    return judge_relation(got, expected, floor.times(2))
+
+
+def one_row_unpadded(probe: Probe) -> CheckResult | None:
+    """Of a padded batch the first row is full: the others are still what they are alone, without their padding."""
+    whole, (B, _, S, _) = probe.whole, probe.whole.k.shape
+    if not whole.call.hides or S < 3:
+        return None
+    bare = whole.but(mask=None, causal=False, window=None)
+    lengths = [S, *([S - S // 3] * (B - 1))]
+    padded = bare.but(mask=(torch.arange(S) < torch.tensor(lengths)[:, None])[:, None, None])  # (B, 1, 1, S)
+    rows = [bare.batch(torch.tensor([b])) for b in range(B)]
+    alone = [
+        row.but(k=row.k[:, :, :n], v=row.v[:, :, :n]).ask(probe.kernel) for row, n in zip(rows, lengths, strict=True)
+    ]
+    return judge_relation(padded.ask(probe.kernel), torch.cat(alone), floor_of(padded, probe.generator()).times(2))
+
+
+def smallest_mask(probe: Probe) -> CheckResult | None:
+    """Keys hidden by the smallest number of the dtype, as models do, are hidden; where all are, all count alike."""
+    hidden = probe.whole.densely_masked()
+    allowed, dtype = hidden.allowed(), hidden.q.dtype
+    if allowed is None:
+        return None
+    smallest, bias = torch.finfo(dtype).min, hidden.mask
+    assert bias is not None
+    zeros = torch.zeros(allowed.shape, dtype=dtype)
+    added = torch.where(allowed, bias.to(dtype) if bias.is_floating_point() else zeros, smallest)
+    added[:, :, -1] = smallest
+    rows = allowed.any(-1)
+    rows[:, :, -1] = False
+    out = hidden.but(mask=added).ask(probe.kernel)
+    known = torch.where(rows[..., None], out, 0.0)  # what the other rows are may not even be a number
+    result = judge_relation(known, hidden.ask(probe.kernel), probe.whole_floor.times(2), rows=rows)
+    # A row without a better key is nearly a dead one, and like those it is asked of our own kernels alone. In float16
+    # it is not uniform: -65504 swallows no score.
+    if result.status != "ok" or dtype == torch.float16 or not probe.is_built_in:
+        return result
+    last = hidden.but(q=torch.zeros_like(hidden.q[:, :, -1:]), mask=None)
+    return judge_relation(out[:, :, -1:], last.ask(probe.kernel), floor_of(last, probe.generator()).times(2))
+
+
+def default_scale(probe: Probe) -> CheckResult | None:
+    """Who is given no scale takes D ** -0.5."""
+    question = probe.question.but(scale=probe.question.q.shape[-1] ** -0.5)
+    call = dataclasses.replace(question.call, is_default_scale=True)
+    out, _ = run(probe.kernel, question.q, question.k, question.v, call)
+    return judge_relation(out, question.ask(probe.kernel), floor_of(question, probe.generator()).times(2))
+
+
+def zero_scores(probe: Probe) -> CheckResult | None:
+    """Queries of 0 and keys of 0 give the same scores: none."""
+    question = probe.question
+    no_q, no_k = question.but(q=torch.zeros_like(question.q)), question.but(k=torch.zeros_like(question.k))
+    floor = floor_of(no_q, probe.generator())
+    return judge_relation(no_q.ask(probe.kernel), no_k.ask(probe.kernel), floor.times(2))
+
+
+def gradient_of_the_mask(probe: Probe) -> CheckResult | None:
+    """What is added to the scores has their gradient, so that of q is scale * (that of the mask) @ k."""
+    question = probe.whole.densely_masked()
+    if probe.phase != "train":
+        return None
+    full, allowed = question.q.new_zeros(*question.q.shape[:3], question.k.shape[2]), question.allowed()
+    if question.mask is not None and question.mask.is_floating_point():
+        full = full + question.mask
+    elif allowed is not None:
+        full.masked_fill_(~allowed, float("-inf"))
+    cotangent = torch.randn(*question.q.shape[:3], question.v.shape[3], generator=probe.generator()).to(full.dtype)
+
+    def gradients(kernel: Kernel | str) -> tuple[Tensor, Tensor]:
+        """Of q, and what it should be by that of the mask."""
+        q, mask = question.q.detach().requires_grad_(), full.detach().requires_grad_()
+        with torch.enable_grad():
+            out = question.but(q=q, mask=mask).ask(kernel)
+            of_q, of_mask = torch.autograd.grad(out, (q, mask), cotangent, materialize_grads=True)
+        k = question.k.repeat_interleave(q.shape[1] // question.k.shape[1], dim=1)
+        return of_q.double(), question.scale * (of_mask.double() @ k.double())
+
+    direct, by_mask = gradients("eager")
+    rounding, one_rounding = (direct - by_mask).abs().amax(-1), torch.finfo(full.dtype).eps * direct.abs().amax(-1)
+    floor = RelationFloor(torch.stack([rounding, torch.zeros_like(rounding), one_rounding])).largest_row()
+    direct, by_mask = gradients(probe.kernel)
+    if not bool(by_mask.any()) and not probe.is_built_in:
+        return CheckResult("skipped", "gives a mask no gradient")
+    return judge_relation(by_mask, direct, floor.times(2 * GRADIENT_FACTOR))
 
 
 def as_views(question: Question) -> tuple[Question, dict[str, Tensor]]:

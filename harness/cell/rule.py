@@ -62,12 +62,22 @@ class TensorVerdict:
         return SEVERITY.index(self.status), not self.is_aside, nothing if self.err_ratio is None else self.err_ratio
 
 
+def worst_of(verdicts: Sequence[TensorVerdict]) -> TensorVerdict:
+    return max(verdicts, key=lambda v: v.rank)
+
+
 @dataclass(frozen=True)
 class Equivalence:
     verdicts: tuple[TensorVerdict, ...]
 
     @property
     def status(self) -> str:
+        """The worst of all; `skipped` where all that could be judged is ok, and something could not be."""
+        return "skipped" if self.judged == "ok" and not self.passed else self.judged
+
+    @property
+    def judged(self) -> str:
+        """The worst of what could be judged: a regime that overflows leaves the cell's other regimes to speak."""
         return max((v.status for v in self.verdicts), key=SEVERITY.index)
 
     @property
@@ -77,7 +87,7 @@ class Equivalence:
 
     @property
     def worst(self) -> TensorVerdict:
-        return max(self.verdicts, key=lambda v: v.rank)
+        return worst_of(self.verdicts)
 
     def table(self) -> "DataFrame":
         import pandas as pd

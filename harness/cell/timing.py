@@ -11,11 +11,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 SAMPLE_S = 1e-3  # a sample repeats the call until it lasts about this long
 RESAMPLES = 1000
+
+
+class Sampled(Protocol):
+    """A side that is not called from here."""
+
+    def sample(self, repeats: int) -> float:
+        """Seconds per call."""
+        ...
+
+
+Timed = Callable[[], object] | Sampled
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ class Stopwatch:
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[str, Timed],
     *,
     budget_s: float,
     min_blocks: int,
@@ -69,7 +81,7 @@ def interleave(
             shuffle(order)
             for name in order:
                 if warm_up and repeats[name] > 1:
-                    calls[name]()
+                    _sample(calls[name], 1)
                 samples[name].append(_sample(calls[name], repeats[name]))
     finally:
         if was_collecting:
@@ -85,14 +97,16 @@ def paired_ratio(candidate: list[float], reference: list[float], *, seed: int) -
     return Ratio(math.exp(float(np.median(logs))), math.exp(float(lo)), math.exp(float(hi)))
 
 
-def _repeats(call: Callable[[], object], sample_s: float) -> int:
+def _repeats(call: Timed, sample_s: float) -> int:
     """Warm up (allocator, thread pool, lazy initialisation), then see how long one call lasts."""
-    call()
+    _sample(call, 1)
     once = min(_sample(call, 1) for _ in range(2))
     return max(1, math.ceil(sample_s / max(once, 1e-9)))
 
 
-def _sample(call: Callable[[], object], repeats: int) -> float:
+def _sample(call: Timed, repeats: int) -> float:
+    if not callable(call):
+        return call.sample(repeats)
     start = time.perf_counter()
     for _ in range(repeats):
         call()

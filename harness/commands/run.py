@@ -25,7 +25,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="judge this kernel instead of the config's; repeat for several",
     )
     parser.add_argument("--shard", metavar="I/N", type=shard, help="only every N-th case, from the I-th on")
-    parser.add_argument("--strict", action="store_true", help="a degraded cell fails the run too")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit 1, not 0, where cells are degraded and none fails: ROUNDED WORSE, the same function, worse rounded",
+    )
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
     parser.add_argument(
         "--explain",

@@ -41,6 +41,7 @@ examples:
   harness verify llama --path ~/models/Llama-3.2-1B        a checkpoint on this disk
   harness verify my_model.py:build_model --verbose         your own model, every layer's row shown
   harness verify my_package.models:build_model
+  harness verify llama --only 'model.layers.1.*'           one layer swapped, the others as they are
   harness verify --all                                     every family, and a table of them
   harness verify llama --kernel 'sparse?topk=0.9&block_q=4&block_k=4' --budget rel_l1=0.05
   harness verify llama --tuned tuned.yaml                  the thresholds that `harness tune-sparse` found
@@ -65,6 +66,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     target.add_argument("--all", action="store_true", help="every family, one after another")
     parser.add_argument("--kernel", metavar="NAME|FILE.py:FUNCTION", help="default: eager")
+    parser.add_argument("--only", metavar="PATTERN", help="which attentions to swap, by name: 'encoder.*'")
     parser.add_argument(
         "--tuned", metavar="FILE", type=Path, help="a file of `harness tune-sparse`: thresholds for each layer and head"
     )
@@ -102,6 +104,10 @@ def stay_offline(*, quiet: bool) -> None:
 def execute(options: argparse.Namespace) -> int:
     if options.all and (options.config or options.path):
         raise BadInput("--all takes no --config and no --path: they belong to one family")
+    if options.only and (options.all or options.tuned):
+        raise BadInput(
+            "--only goes without --all and --tuned: it names modules of one model, and thresholds are for all"
+        )
     if options.tuned and (options.all or options.kernel):
         raise BadInput("--tuned goes without --all, for it belongs to one model, and without --kernel, which it names")
     stay_offline(quiet=options.quiet)
@@ -116,7 +122,7 @@ def _verify_all(targets: Sequence[str], options: argparse.Namespace) -> "list[Ve
     import torch
 
     from harness import environment, store
-    from harness.kernels.front import find_kernel
+    from harness.candidate.isolated import judged_kernel
     from harness.models.tuning import file as tuning_file
     from harness.models.tuning.heads import placeholder, tuned_name
     from harness.models.verify.steps import not_loaded, verify
@@ -128,7 +134,7 @@ def _verify_all(targets: Sequence[str], options: argparse.Namespace) -> "list[Ve
     name = options.kernel or "eager"
     tuned = options.tuned or tuned_name(name)
     thresholds = None if tuned is None else tuning_file.load(tuned)
-    kernel = find_kernel(name) if thresholds is None else placeholder(thresholds)
+    kernel = judged_kernel(name) if thresholds is None else placeholder(thresholds)
     _refuse_taken(options.out)
     where = environment.collect(torch.get_num_threads())
     folder: Path | None = None
@@ -139,6 +145,7 @@ def _verify_all(targets: Sequence[str], options: argparse.Namespace) -> "list[Ve
             done = verify(
                 target,
                 kernel=kernel,
+                only=options.only,
                 tuned=thresholds,
                 budget=dict(options.budget),
                 config=dict(options.config),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic_core import PydanticCustomError
 
-from harness.case import CASE_FIELDS, Case
+from harness.case import BATTERY, CASE_FIELDS, Case
 from harness.errors import BadInput
 from harness.gate.baseline import GatedRun
 from harness.record import EQUAL_STATUSES
@@ -30,14 +30,16 @@ class ChosenCells:
 def cells_of_run(run: GatedRun) -> ChosenCells:
     """Those that ran, with the kernels that they ran with."""
     records = run.stored.records
-    timed = [record for record in records if record.status in EQUAL_STATUSES]  # of the others the exact part tells
+    # Of the others the exact part tells.
+    timed = [record for record in records if record.status in EQUAL_STATUSES and record.variant != BATTERY]
     cases = tuple(Case(**{name: getattr(record, name) for name in CASE_FIELDS}) for record in timed)
     return ChosenCells(run.suite, cases, run.environment.threads, run.seed, len(records) - len(timed))
 
 
 def cells_of_config(config: Path) -> ChosenCells:
     suite = load_suite(config)
-    return ChosenCells(suite.name, suite.cases, threads_of(suite), suite.seed, 0)
+    cases = tuple(case for case in suite.cases if not case.is_battery)
+    return ChosenCells(suite.name, cases, threads_of(suite), suite.seed, 0)
 
 
 def choose(cells: ChosenCells, *, glob: str | None, kernels: Sequence[str]) -> ChosenCells:

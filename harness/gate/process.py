@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.candidate.channel import BrokenMessage, Inbox, send
 from harness.errors import BadInput
 from harness.gate.versions import Version
 from harness.gate.worker import PROTOCOL
-from harness.workers.channel import BrokenMessage, Inbox, send
 
 WORKER = Path("harness", "gate", "worker.py")  # in each version's own tree
 START_S = 120.0  # torch's import from a cold disk

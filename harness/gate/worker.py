@@ -2,7 +2,7 @@
 
 Run by path from its own tree, `python -P ROOT/harness/gate/worker.py ROOT REQUESTS ANSWERS PARENT`: the two numbers are
 handles to read from and to write to, PARENT is a process id. Nothing but these messages passes between versions, each a
-length of 8 bytes and then JSON (harness/workers/channel.py), and each answered once:
+length of 8 bytes and then JSON (harness/candidate/channel.py), and each answered once:
 
     {"protocol": 1, "threads": 2, "allowed": BYTES or null, "path": [...]}  hello: -> {"ready": PID, "protocol": 1}
     {"do": "build", "cell": {"fields": {...}, "seed": 0, "shift": 7}}       a Case's fields: -> {"built": true}
@@ -157,7 +157,7 @@ def main() -> None:
         os.set_inheritable(handle, False)
     sys.path.insert(0, str(root))
     try:
-        from harness.workers.channel import receive, send
+        from harness.candidate.channel import receive, send
     except BaseException as failure:  # no way to answer: the parent shows what is printed
         sys.exit(_reason(failure))
     hello = receive(requests)

@@ -8,9 +8,12 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from harness.kernels.domain import EVERYTHING, Domain
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,20 @@ class Unsupported(NotImplementedError):
     """The kernel says that it cannot do this call; it never guesses."""
 
 
+class ContractBroken(Exception):
+    """The kernel returned the wrong thing, or wrote into its inputs."""
+
+
+class WrongDtype(ContractBroken):
+    """The kernel answered in another dtype than it was asked in."""
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """Everything but q, k and v. Windows are counts of visible keys beside self; None = unbounded."""
 
     scale: float
-    q_start: int | Tensor = 0  # position of query 0; (B,) if each batch row has its own
+    q_start: int | Tensor = 0  # position of query 0; (B,) if each batch row has its own, () under transforms
     mask: Tensor | None = None
     causal: bool = False
     left: int | None = None
@@ -107,6 +118,7 @@ class AttentionCall:
     sinks: Tensor | None = None  # (H,)
     dropout_p: float = 0.0
     need_weights: bool = False
+    is_default_scale: bool = False  # a kernel with SDPA's signature is to find the scale itself: `scale=None`
 
     @property
     def hides(self) -> bool:
@@ -143,7 +155,7 @@ class AttentionCall:
         parts: list[Tensor] = []
         if self.is_slanted:
             i = torch.arange(q.shape[2], device=q.device)[:, None]  # (L, 1)
-            if isinstance(self.q_start, Tensor):
+            if isinstance(self.q_start, Tensor) and self.q_start.ndim == 1:
                 i = i + self.q_start.to(q.device)[:, None, None, None]  # (B, 1, L, 1)
             else:
                 i = i + self.q_start
@@ -184,7 +196,9 @@ class Kernel:
     origin: str = "harness"  # file and hash of a user's kernel
     delegates: bool = False  # it hands the work to torch's own attention; a built-in kernel must say so
     approximate: bool = False  # it leaves work out on purpose: judged by error metrics where a suite says so
+    process: Any = None  # of a user's kernel that is judged: where it lives (`candidate.client.Process`)
     tally: Tally | None = None  # where an approximate kernel counts what it left out
+    domain: Domain = EVERYTHING  # what it is for
 
 
 class Counter:

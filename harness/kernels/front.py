@@ -1,17 +1,21 @@
 """`harness.attention`: checks the arguments, finds the kernel, runs it behind the shield."""
 
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from harness.kernels import plugin, shield
-from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.call import AttentionCall, Kernel, Unsupported
 from harness.kernels.names import is_plugin, kernel_names, read_options, split_name
+from harness.kernels.transforms import is_transformed
 from harness.registry import UnknownName
+
+# Before any call: torch.compile(fullgraph=True) of a process' first one could not import.
+_MODULES = {name: importlib.import_module(f"harness.kernels.{name}") for name in kernel_names()}
 
 AnyKernel = str | Kernel | Callable[..., Tensor]
 
@@ -32,11 +36,18 @@ def find_kernel(kernel: AnyKernel) -> Kernel:
     if name not in kernel_names():
         raise UnknownName(f"unknown kernel {name!r}; known: {', '.join(kernel_names())}, or file.py:function")
     options = read_options(kernel)
-    place = f"harness.kernels.{name}"
-    module = sys.modules.get(place) or importlib.import_module(place)  # a look-up at each call
+    module = _MODULES[name]
     # With options, and where work left out is counted, each caller has a kernel of its own.
     found: Kernel = module.make(name=kernel, **options) if query or module.KERNEL.tally is not None else module.KERNEL
     return found
+
+
+def _recorded_name(kernel: AnyKernel) -> str:
+    if isinstance(kernel, str):
+        return kernel
+    if isinstance(kernel, Kernel) and kernel.origin == "harness":
+        return kernel.name
+    raise Unsupported("torch.fx.symbolic_trace records a kernel by its name: give a name in the place of a function")
 
 
 class AttentionRules(TypedDict, total=False):
@@ -75,6 +86,10 @@ def attention(
     A row that may attend nothing gives 0 with gradient 0; NaN or inf behind a mask never leaks; half-precision
     inputs are scored in fp32. With return_weights also the (B, H, L, S) weights that multiplied v.
     """
+    if isinstance(q, Proxy):
+        # torch.fx records a call of this function, as of torch's own.
+        options = {"return_weights": return_weights, "kernel": _recorded_name(kernel), **rules}
+        return q.tracer.create_proxy("call_function", attention, (q, k, v), options)
     call = make_call(q, k, v, need_weights=return_weights, **rules)
     out, weights = run(find_kernel(kernel), q, k, v, call)
     if not return_weights:
@@ -85,6 +100,9 @@ def attention(
 
 def run(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """The kernel behind the shield, for arguments that are already checked."""
+    if torch.compiler.is_exporting() and q.shape[1] != k.shape[1]:
+        # An exported length may be any, and torch cannot prove that rows of several heads in one keep theirs apart.
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     if not q.is_meta and torch.is_autocast_enabled("cpu" if q.is_cpu else q.device.type):
         # It would round the fp32 scores to half precision again.
         with torch.autocast(q.device.type, enabled=False):
@@ -125,7 +143,7 @@ def make_call(
         right = None if right is not None and start + right >= S - 1 else right
         left = None if left is not None and start + L - 1 - left <= 0 else left
     return AttentionCall(
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=int(q.shape[-1]) ** -0.5 if scale is None else float(scale),  # torch.jit.trace makes sizes tensors
         q_start=start,
         mask=mask,
         causal=causal,
@@ -165,11 +183,11 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def _check_start(q_start: int | Tensor | None, batch: int, default: int) -> int | Tensor:
     if q_start is None:
-        return default
+        return default  # a tensor where torch.jit.trace records lengths
     if isinstance(q_start, Tensor):
         if q_start.is_floating_point() or q_start.dtype == torch.bool or q_start.shape not in ((), (batch,)):
             raise ValueError(f"q_start {q_start.dtype} {tuple(q_start.shape)}: must be an int or a (B,) integer tensor")
-        return int(q_start) if q_start.ndim == 0 else q_start
+        return int(q_start) if q_start.ndim == 0 and not is_transformed() else q_start
     if not isinstance(q_start, int):
         raise ValueError(f"q_start = {q_start!r}: must be an int or a (B,) integer tensor")
     return q_start

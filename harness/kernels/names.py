@@ -20,7 +20,23 @@ from urllib.parse import parse_qsl
 from harness.errors import BadInput
 
 # Files of this package that hold machinery rather than a kernel.
-MACHINERY = frozenset({"names", "call", "plugin", "shield", "front", "threads", "tiles", "blocksparse"})
+MACHINERY = frozenset(
+    {
+        "names",
+        "call",
+        "plugin",
+        "prefill",
+        "shield",
+        "front",
+        "threads",
+        "tiles",
+        "transforms",
+        "blocksparse",
+        "domain",
+        "domain_file",
+        "layouts",
+    }
+)
 # Listed once, here: torch.compile warns of a functools.cache in its way.
 _FOUND = tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in MACHINERY))
 

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from harness.errors import BadInput
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
+from harness.kernels.domain import ATTRIBUTE, domain_of
+from harness.kernels.domain_file import domain_file, read_domains
+from harness.kernels.layouts.layout import adapt
 
 MOST_TOLD = 2000  # characters
 
@@ -25,6 +28,17 @@ class PluginError(BadInput):
 def run_sdpa_signature(
     function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
 ) -> tuple[Tensor, None]:
+    arguments = sdpa_arguments(q, k, v, call)
+    try:
+        return function(q, k, v, **arguments), None
+    except NotImplementedError as refusal:  # however a kernel says that it does not do this call
+        if isinstance(refusal, Unsupported):
+            raise
+        raise Unsupported(str(refusal) or told(refusal)) from refusal
+
+
+def sdpa_arguments(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> dict[str, Any]:
+    """A call in SDPA's words, all but q, k and v; Unsupported for what those cannot say."""
     for name, asked in (("softcap", call.softcap), ("sinks", call.sinks)):
         if asked is not None:
             raise Unsupported(f"SDPA's signature has no {name}")
@@ -33,17 +47,13 @@ def run_sdpa_signature(
     # SDPA's is_causal is aligned top-left, ours to q_start: they agree only where query 0 stands at key 0.
     bare = call.mask is None and call.left is None and call.right is None
     is_causal = call.causal and bare and isinstance(call.q_start, int) and call.q_start == 0
-    out = function(
-        q,
-        k,
-        v,
-        attn_mask=None if is_causal else dense_mask(q, k, call),
-        dropout_p=call.dropout_p,
-        is_causal=is_causal,
-        scale=call.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out, None
+    return {
+        "attn_mask": None if is_causal else dense_mask(q, k, call),
+        "dropout_p": call.dropout_p,
+        "is_causal": is_causal,
+        "scale": None if call.is_default_scale else call.scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
 
 
 def dense_mask(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor | None:
@@ -55,32 +65,75 @@ def dense_mask(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor | None:
     return mask.expand(q.shape[2], k.shape[2]) if mask.ndim < 2 else mask
 
 
-def from_function(function: Callable[..., Tensor], name: str, **options: Any) -> Kernel:
-    return Kernel(name, functools.partial(run_sdpa_signature, function), **options)
+def from_function(function: Callable[..., Any], name: str, **options: Any) -> Kernel:
+    """The function, in whatever layout its domain says, as a kernel."""
+    function = adapt(function)
+    return Kernel(name, functools.partial(run_sdpa_signature, function), domain=domain_of(function), **options)
 
 
 def load(spec: str) -> Kernel:
     """`my_kernels.py:fast` or `package.module:fast`. Not shielded: a user's kernel is judged as it is."""
-    function, origin = find_function(spec)
+    function, origin = find_kernel_function(spec)
     return from_function(function, spec, shielded=False, origin=origin)
+
+
+def find_kernel_function(spec: str) -> tuple[Callable[..., Any], str]:
+    """A user's kernel with SDPA's signature and its domain, and where it came from.
+
+    Whatever its own layout is, and wherever its domain is declared: at the function, or in a file beside its own.
+    """
+    function, origin = find_function(spec)
+    path, _, digest = origin.rpartition(" sha256:")
+    file = domain_file(Path(path))
+    if not path or not file.is_file():
+        return adapt(function), origin
+    attribute = spec.rpartition(":")[2]
+    domain = read_domains(file, _callables(_import(spec)[0])).get(attribute)
+    if domain is not None and hasattr(function, ATTRIBUTE):
+        raise PluginError(f"{spec}: its domain is declared twice, by its decorator and in {file}")
+    # Another domain is another kernel: a run is not resumed with it.
+    both = hashlib.sha256(f"{digest} ".encode() + file.read_bytes()).hexdigest()
+    return adapt(function, domain), f"{path} sha256:{both[:16]}"
 
 
 def find_function(spec: str) -> tuple[Callable[..., Any], str]:
     """A user's function by `file.py:name` or `package.module:name`, and the file it came from."""
     place, _, attribute = spec.rpartition(":")
-    module, origin = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    module, origin = _import(spec)
     function = getattr(module, attribute, None)
     if not callable(function):
-        found = ", ".join(n for n in vars(module) if callable(vars(module)[n]) and not n.startswith("_")) or "none"
+        found = ", ".join(_callables(module)) or "none"
         raise PluginError(f"{spec}: no function {attribute!r} in {place}; callables there: {found}")
     return function, origin
 
 
-def _import_file(path: Path) -> tuple[Any, str]:
+def file_digest(spec: str) -> str | None:
+    """Of the file that `file.py:name` names, and of the domains beside it, as they are now; None for a module."""
+    place = Path(spec.rpartition(":")[0])
+    if place.suffix != ".py":
+        return None
+    domains = domain_file(place)
+    return hashlib.sha256(_source(place) + (_source(domains) if domains.is_file() else b"")).hexdigest()
+
+
+def _callables(module: Any) -> list[str]:
+    return [name for name in vars(module) if callable(vars(module)[name]) and not name.startswith("_")]
+
+
+def _import(spec: str) -> tuple[Any, str]:
+    place = spec.rpartition(":")[0]
+    return _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+
+
+def _source(path: Path) -> bytes:
     try:
-        source = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise PluginError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _import_file(path: Path) -> tuple[Any, str]:
+    source = _source(path)
     digest = hashlib.sha256(source).hexdigest()
     origin = f"{path} sha256:{digest[:16]}"
     # Once a process for each file and content: it may compile for minutes, and dozens of cases ask for it.

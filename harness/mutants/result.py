@@ -73,13 +73,20 @@ class Study:
 
 @dataclass(frozen=True)
 class Score:
+    """Of wrong runs: tried, seen at all (degraded counts), and seen as what fails a run: a mismatch, or an error."""
+
     applicable: int
     killed: int
+    failed: int
 
     @property
     def share(self) -> float | None:
         """None where nothing applies: no score is made up."""
         return self.killed / self.applicable if self.applicable else None
+
+    @property
+    def failed_share(self) -> float | None:
+        return self.failed / self.applicable if self.applicable else None
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,8 @@ def cells_frame(cells: Sequence[CellResult]) -> pd.DataFrame:
 
 def score_of(findings: pd.DataFrame) -> Score:
     applies = findings["outcome"] != NOT_APPLICABLE
-    return Score(applicable=int(applies.sum()), killed=int(findings["outcome"].isin(KILLED).sum()))
+    outcomes = findings["outcome"]
+    return Score(int(applies.sum()), int(outcomes.isin(KILLED).sum()), int(outcomes.isin((MISMATCH, ERROR)).sum()))
 
 
 def scores_by(findings: pd.DataFrame, axis: str) -> dict[str, Score]:

@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 
 from harness import environment, store
+from harness.candidate.state import preserved
 from harness.case import Case
-from harness.cell.state import preserved
 from harness.errors import BadInput
 from harness.mutants.result import CellResult, Study, cells_frame, findings_frame
 from harness.mutants.saboteurs.saboteur import Saboteur, load_all

@@ -15,16 +15,17 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
+from harness.candidate.isolated import judged_kernel
+from harness.candidate.state import preserved
 from harness.case import Case
 from harness.cell import record_of
 from harness.cell.build import Pair, WatchedKernel, build_pair
 from harness.cell.measure import status_of, weighed
 from harness.cell.referee import IN_FLOAT32, Referee
 from harness.cell.rule import Equivalence, TensorVerdict
-from harness.cell.state import preserved
+from harness.cell.side import OwnCaches
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager
-from harness.kernels.front import find_kernel
 from harness.mutants.result import ERROR, MISMATCH, NOT_APPLICABLE, SURVIVED, CellResult, SaboteurFinding, Threshold
 from harness.mutants.saboteurs.saboteur import Saboteur
 from harness.swaps import VARIANT, swap
@@ -63,14 +64,18 @@ def try_saboteur(cell: "StudiedCell", saboteur: Saboteur) -> SaboteurFinding:
 
 
 def first_kill(name: str, cell: "StudiedCell", pair: Pair, *, explanation: str | None = None) -> SaboteurFinding:
-    """Stops at the first verdict that is not ok."""
+    """Stops at the first mismatch; what is degraded is told if nothing worse follows."""
+    degraded: SaboteurFinding | None = None
     largest: float | None = None
     try:
         with closing(cell.examine(pair)) as verdicts:  # stopped early, it must put global state back at once
             for verdict in verdicts:
                 if verdict.status not in PASSING:
                     by = f"{verdict.regime}, in float32" if verdict.tensor.endswith(IN_FLOAT32) else verdict.regime
-                    return SaboteurFinding(name, verdict.status, by, verdict.tensor, verdict.err_ratio, verdict.reason)
+                    found = SaboteurFinding(name, verdict.status, by, verdict.tensor, verdict.err_ratio, verdict.reason)
+                    if verdict.status == MISMATCH:
+                        return found
+                    degraded = degraded or found
                 if verdict.err_ratio is not None and not verdict.is_aside:
                     largest = max(verdict.err_ratio, largest or 0.0)
     except MemoryError:
@@ -78,7 +83,7 @@ def first_kill(name: str, cell: "StudiedCell", pair: Pair, *, explanation: str |
     except Exception as failure:  # a wrong candidate may break in any way; that is seen
         log.info("%s %s: %r", cell.case.case_id, name, failure)
         return SaboteurFinding(name, ERROR, type(failure).__name__, message=str(failure).partition("\n")[0])
-    return SaboteurFinding(name, SURVIVED, err_ratio=largest, explanation=explanation)
+    return degraded or SaboteurFinding(name, SURVIVED, err_ratio=largest, explanation=explanation)
 
 
 class StudiedCell:
@@ -86,7 +91,7 @@ class StudiedCell:
 
     def __init__(self, case: Case, *, seed: int, regimes: Sequence[str]) -> None:
         self.case, self.seed = case, case.seed(seed)
-        self.right = build_pair(case, find_kernel(case.kernel), self.seed)
+        self.right = build_pair(case, judged_kernel(case.kernel), self.seed)
         # Our kernels promise not to leak what is behind a mask, so what takes their place is held to NaN too.
         self.referee = Referee(self.right, regimes, seed=self.seed, poison=float("nan"))
 
@@ -100,7 +105,7 @@ class StudiedCell:
             right,
             module=module,
             views=copy.deepcopy(right.views),  # a saboteur may write into them
-            new_cache=None if right.new_cache is None else (lambda capacity: module.new_cache(capacity)),  # type: ignore[operator]
+            new_cache=None if right.new_cache is None else OwnCaches(module),
             gives_weights=kernel.gives_weights,
         )
         return dataclasses.replace(self.right, candidate=candidate, watch=watch, swap_report=report)
@@ -133,9 +138,9 @@ class StudiedCell:
 
     def _counts(self, pair: Pair, equivalence: Equivalence, *, calls: int) -> Iterator[TensorVerdict]:
         """What a run holds to a formula, where that is worse than all tensors."""
-        record = weighed(record_of(self.case, status=equivalence.status, calls=calls), pair)
+        record = weighed(record_of(self.case, status=equivalence.judged, calls=calls), pair)
         status, message = status_of(record, equivalence, pair.watch.kernel)
-        if status != equivalence.status:
+        if status != equivalence.judged:
             yield TensorVerdict(COUNTS, COUNTS, status, message or "")
 
 

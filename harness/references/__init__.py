@@ -30,3 +30,5 @@ class Reference:
     run: RunReference
     new_cache: Callable[[int], Any] | None = None
     gives_weights: bool = False
+    # A copy that takes SDPA's other way, where the module's own lacks the rounding of a flash kernel's backward pass
+    other_backend: Callable[[nn.Module], nn.Module] | None = None

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from harness.case import Case
 from harness.references import Reference, sdpa
 from harness.references.sdpa import StaticKV
-from harness.references.sdpa_mla import ExpandedMLA
+from harness.references.sdpa_mla import ExpandedMLA, with_padded_values
 from harness.variants.specs.blocks import FEEDFORWARD_FACTOR
 
 
@@ -28,4 +28,4 @@ class MlaBlock(nn.Module):
         return out
 
 
-REFERENCE = Reference("mla_block", MlaBlock, sdpa.view, sdpa.run)
+REFERENCE = Reference("mla_block", MlaBlock, sdpa.view, sdpa.run, other_backend=with_padded_values)

@@ -21,6 +21,7 @@ from harness.text import ABSENT, first_line, is_absent, percent, plain, plural, 
 SHOWN = 20  # survivors on the terminal; sensitivity.md has all
 LEGEND = (
     "mismatch, degraded: cells in which the acceptance rule saw it so; error: cells in which it broke.",
+    "seen: not ok, degraded counts; mismatch: seen as what fails a run, an error counts.",
     "first seen by: the regime or check that saw it before all others, in most of its cells.",
 )
 THRESHOLD_LEGEND = (
@@ -107,6 +108,7 @@ def headline(verdict: result.StudyVerdict) -> str:
 
 def _counts(study: Study, verdict: result.StudyVerdict) -> str:
     parts = [f"{_share(verdict.overall)} of {plural(verdict.overall.applicable, 'wrong run', 'wrong runs')}"]
+    parts.append(f"{_failed_share(verdict.overall)} as a mismatch")
     if verdict.half.applicable and verdict.full.applicable:
         parts.append(f"float32 and float64 {_share(verdict.full)}, half types {_share(verdict.half)}")
     parts.append(f"{verdict.unexplained_full} unexplained in float32 and float64")
@@ -121,6 +123,12 @@ def _share(score: result.Score) -> str:
     if score.share is None:
         return ABSENT
     return "100 %" if score.killed == score.applicable else percent(min(score.share, 0.9999), 2)
+
+
+def _failed_share(score: result.Score) -> str:
+    if score.failed_share is None:
+        return ABSENT
+    return "100 %" if score.failed == score.applicable else percent(min(score.failed_share, 0.9999), 2)
 
 
 def _survivor(row: Row) -> str:
@@ -138,6 +146,8 @@ def _scores(findings: pd.DataFrame) -> Table:
         Column("tried", lambda row: f"{row[2].applicable:,}"),
         Column("seen", lambda row: f"{row[2].killed:,}"),
         Column("score", lambda row: _share(row[2])),
+        Column("mismatch", lambda row: f"{row[2].failed:,}"),
+        Column("score", lambda row: _failed_share(row[2])),
     ]
     return Table(columns, rows)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.case import BATTERY
 from harness.record import EQUAL_STATUSES, FAILING, OK_FACTOR
 from harness.report.summary import TIMED, RunVerdict
 from harness.report.table import Column, Table
@@ -17,6 +18,8 @@ LEGEND = (
     "x MHA: figure over that of the mha cell with all other axes the same; geometric mean, mha = 1.00. Latencies of "
     "different cells are timed apart: there x MHA is a guide, x ref the measurement.",
 )
+ROUNDED_WORSE = "ROUNDED WORSE"  # nothing fails, but some cells are degraded: the same function, and not equal
+SAME = "Is it the same?"
 Row = Mapping[Hashable, Any]
 
 
@@ -27,6 +30,8 @@ def headline(verdict: RunVerdict) -> str:
         return "INCOMPLETE"
     if not verdict.passed:
         return "NOT EQUAL"
+    if verdict.statuses.get("degraded"):
+        return ROUNDED_WORSE
     return "WITHIN LIMITS" if verdict.approximate else "EQUAL"
 
 
@@ -73,9 +78,12 @@ def by_variant(summary: pd.DataFrame) -> Table:
 
 def by_question(summary: pd.DataFrame, *, ranges: bool) -> list[Table]:
     """A table for each question; with `ranges` a mean is followed by its smallest and largest."""
-    names, rows = _names(summary), summary.to_dict("records")
-    answers = _answers(summary, ranges=ranges)
-    return [Table([*names, *columns], rows, question) for question, columns in answers.items()]
+    names, answers = _names(summary), _answers(summary, ranges=ranges)
+    of_modules = summary[summary["variant"] != BATTERY]  # direct calls have no weight, and are not timed
+    return [
+        Table([*names, *columns], (summary if question == SAME else of_modules).to_dict("records"), question)
+        for question, columns in answers.items()
+    ]
 
 
 def _names(summary: pd.DataFrame) -> list[Column]:
@@ -105,7 +113,7 @@ def _answers(summary: pd.DataFrame, *, ranges: bool) -> dict[str, list[Column]]:
 
     ok = Column("ok", lambda row: f"{row['ok']}/{row['cells']}")
     answers = {
-        "Is it the same?": [ok, *counted, *known(errors)],
+        SAME: [ok, *counted, *known(errors)],
         "What does it weigh?": known(weights),
         "How fast is it?": known(speeds),
     }

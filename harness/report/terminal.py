@@ -21,7 +21,8 @@ SHOWN_FILES = ("report.html", "summary.md", "results.csv", "results.parquet", "r
 def print_summary(frame: pd.DataFrame, console: Console, *, folder: Path | None) -> None:
     verdict = judge(frame)
     title = story.headline(verdict)
-    style = {"EQUAL": "bold green", "WITHIN LIMITS": "bold green"}.get(title, "bold red")
+    styles = {"EQUAL": "bold green", "WITHIN LIMITS": "bold green", story.ROUNDED_WORSE: "bold yellow"}
+    style = styles.get(title, "bold red")
     say(console, Text.assemble((title, style), "  ", story.counts_line(verdict)))
     if worst := story.worst_line(verdict):
         say(console, worst)

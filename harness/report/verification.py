@@ -16,6 +16,7 @@ from rich.text import Text
 from harness.environment import Environment
 from harness.record import OK_FACTOR
 from harness.report import markdown
+from harness.report.story import ROUNDED_WORSE
 from harness.report.table import Column, Table, escaped
 from harness.report.terminal import say
 from harness.text import ABSENT, count, first_line, is_absent, number, plain, plural, ratio, small
@@ -123,6 +124,8 @@ def _headline(found: Sequence["Verification"]) -> str:
             return verdict.upper()
     if "error" in verdicts:
         return "NOT VERIFIED"
+    if "rounded worse" in verdicts:
+        return ROUNDED_WORSE
     return "WITHIN BUDGET" if "within budget" in verdicts else "EQUAL"
 
 

@@ -15,9 +15,10 @@ from pydantic_core import PydanticCustomError
 
 from harness.case import Case
 from harness.errors import BadInput
+from harness.kernels.names import is_plugin
 from harness.suite.grid import AXES, Clash, count_cells, expand
-from harness.suite.schema import Accuracy, Document, Limits, Timing, resolve_kernel, show, unknown
-from harness.suite.yaml_lines import Node, Where, YamlError, parse, read_text
+from harness.suite.schema import Accuracy, Battery, Document, Limits, Timing, resolve_kernel, show, unknown
+from harness.yaml_lines import Node, Where, YamlError, parse, read_text
 
 MAX_CELLS = 200_000  # two seconds of expanding, days of running
 MAX_EXCLUDING = 2_000_000  # cells times exclusions: another second
@@ -73,6 +74,7 @@ class Suite:
     regimes: tuple[str, ...] | None  # None: all
     timing: Timing
     limits: Limits
+    battery: Battery  # how long a user's kernel is asked directly
     accuracy: Accuracy | None  # what approximate kernels are held to; None: the acceptance rule holds for all
     source: str  # YAML text that gives this suite again (less the kernels of the command line)
     path: Path | None
@@ -130,7 +132,11 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
         data = origin.root.plain()
     folder = None if path is None else path.parent
     document = _validate(data, origin, folder)
-    cases = _expand(document, origin, _given_kernels(kernels, folder))
+    given = _given_kernels(kernels, folder)
+    cases = _expand(document, origin, given)
+    battery = document.battery or Battery(enabled=bool(given))
+    if battery.enabled and document.equivalence == "exact":
+        cases += tuple(Case.battery(kernel) for kernel in _plugins(cases))
     if text is None:
         text = yaml.safe_dump(document.model_dump(exclude_unset=True), sort_keys=False, allow_unicode=True)
     return Suite(
@@ -142,6 +148,7 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
         regimes=document.regimes,
         timing=document.timing,
         limits=document.limits,
+        battery=battery,
         accuracy=document.accuracy if document.equivalence == "approximate" else None,
         source=text,
         path=path,
@@ -199,8 +206,12 @@ def _translate(error: ValidationError, origin: _Origin) -> Iterator[Problem]:
 def _keys_beside(where: Where) -> Iterable[str]:
     if len(where) == 1:
         return Document.model_fields
-    group = {"timing": Timing, "limits": Limits, "accuracy": Accuracy}.get(str(where[0]))
+    group = {"timing": Timing, "limits": Limits, "accuracy": Accuracy, "battery": Battery}.get(str(where[0]))
     return AXES if group is None else (field.name for field in fields(group))
+
+
+def _plugins(cases: Sequence[Case]) -> list[str]:
+    return [kernel for kernel in dict.fromkeys(case.kernel for case in cases) if is_plugin(kernel)]
 
 
 def _given_kernels(kernels: Sequence[str], folder: Path | None) -> tuple[str, ...]:

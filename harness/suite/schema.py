@@ -168,6 +168,9 @@ def _bytes(value: Any) -> int:
     return size
 
 
+MINUTES = "must be a number of minutes, 0 < m <= 600"
+
+
 @dataclass(frozen=True)
 class Timing:
     """How long each case is timed: blocks of interleaved pairs until the budget is spent."""
@@ -187,6 +190,15 @@ class Limits:
     timeout_s: Annotated[float, _seconds(7 * 24 * 3600)] = 600.0
     # Of its whole process; None: 80 % of the machine's, shared among the workers.
     max_memory: Annotated[int, BeforeValidator(_bytes)] | None = None
+
+
+@dataclass(frozen=True)
+class Battery:
+    """What `harness judge` asks a user's kernel beside the grid: a row of its own."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    enabled: Flag = True
+    minutes: Annotated[float, _check(lambda value: type(value) in (int, float) and 0 < value <= 600, MINUTES)] = 1.0
 
 
 def _limit(most: float) -> BeforeValidator:
@@ -250,6 +262,7 @@ class Document(Closed):
     regimes: Axis[Annotated[str, _one_of("regime", (*REGIMES, *STRUCTURES))]] | None = None
     equivalence: Annotated[str, _one_of("equivalence", ("exact", "approximate"))] = "exact"
     accuracy: Accuracy = Accuracy()
+    battery: Battery | None = None  # None: for kernels of the command line alone
     grid: Grid | None = None
     include: list[Grid] = []
     exclude: list[Exclude] = []

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness import store
+from harness.candidate.channel import BrokenMessage
 from harness.errors import BadInput
 from harness.suite.schema import Limits
-from harness.workers.channel import BrokenMessage
 from harness.workers.process import Worker, allowed_bytes, show_bytes
 
 LOOK_S = 0.1  # between two looks at the workers' memory; the parent sleeps in between
@@ -130,6 +130,9 @@ class Crew:
             return []
         if worker not in self.busy:
             raise BrokenMessage("an answer to nothing")
+        if message.get("begun") == worker.served:
+            self._late[worker] = time.monotonic() + self.timeout_s  # the kernel's own process had to start first
+            return []
         if message.get("question") != worker.served:
             raise BrokenMessage(f"an answer to {message.get('question')!r:.20} instead of {worker.served}")
         outcome = self._outcome(worker, answer=message)
@@ -166,7 +169,7 @@ class Crew:
             elif worker in self.busy and now >= self._late[worker]:
                 worker.abort()
                 outcomes += self._fail(worker, "timeout", f"no result within timeout_s = {self.timeout_s:g} s")
-            elif worker in self.busy and (used := worker.memory()) > self.allowed:
+            elif worker in self.busy and (used := worker.memory(self.allowed)) > self.allowed:
                 rule = f"more than max_memory = {show_bytes(self.allowed)}"
                 outcomes += self._fail(worker, "oom", f"the worker used {show_bytes(used)}, {rule}")
         return outcomes

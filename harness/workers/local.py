@@ -4,18 +4,22 @@ A worker stays for many cases, so that torch is imported once; after a failure t
 """
 
 import dataclasses
+import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from harness.candidate.channel import BrokenMessage
 from harness.errors import BadInput
-from harness.record import Record
+from harness.record import STATUSES, Record
 from harness.suite.schema import Limits
-from harness.workers.channel import BrokenMessage, read_record
 from harness.workers.crew import Crew, Outcome, Task
 from harness.workers.interrupts import Interrupts, Terminated
 from harness.workers.job import Job, failed
+
+log = logging.getLogger(__name__)
 
 
 class Local:
@@ -36,6 +40,8 @@ class Local:
                 if "origin" not in outcome.answer:
                     raise BadInput(outcome.answer.get("refused") or f"{kernel}: importing it failed: {outcome.reason}")
                 found[kernel] = str(outcome.answer["origin"])
+                if patched := outcome.answer.get("patched"):
+                    log.warning("%s replaces %s; that reaches nothing but itself", kernel, ", ".join(patched))
         finally:
             crew.kill(idle=False)
         return found
@@ -109,3 +115,16 @@ def _settle(outcome: Outcome, waiting: deque[Task]) -> list[Record]:
         waiting.appendleft(dataclasses.replace(task, is_again=True))
         return []
     return [record]
+
+
+def read_record(fields: Any) -> Record:
+    """What a worker says it measured; BrokenMessage for what no worker of ours would say."""
+    try:
+        record = Record(**fields)
+    except TypeError as error:
+        raise BrokenMessage(f"not a record: {error}") from None
+    if record.status not in STATUSES:
+        raise BrokenMessage(f"status {record.status!r:.40}")
+    if record.status == "ok" and record.error:
+        raise BrokenMessage(f"it claims to be ok and carries an error: {record.error:.200}")
+    return record

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import harness
 from harness.cell.rule import JITTER_DRAWS
@@ -116,7 +117,7 @@ def test_the_inputs_are_not_changed():
 
 
 def test_inputs_without_a_floating_tensor_are_refused():
-    with pytest.raises(ValueError, match="no floating-point tensor"):
+    with pytest.raises(ValueError, match="hold a floating-point tensor"):
         harness.check(by_hand, by_hand, (torch.arange(3), 2))
 
 
@@ -240,7 +241,39 @@ def test_where_only_the_reference_overflows_nothing_passes():
         harness.assert_equivalent(lambda x: x * x, lambda x: x * x, x)
 
 
+def test_what_could_not_be_judged_is_not_ok_beside_what_was():
+    x = torch.full((4, 4), 300.0, dtype=torch.float16)
+    found = harness.check(lambda x: (x, x * x), lambda x: (x, x * x), x)
+    assert [verdict.status for verdict in found.verdicts] == ["ok", "skipped"]
+    assert (found.status, found.judged, found.passed) == ("skipped", "ok", False)
+    with pytest.raises(AssertionError, match=r"skipped: out\[1\]: the reference itself is not finite"):
+        harness.assert_equivalent(lambda x: (x, x * x), lambda x: (x, x * x), x)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_model_of_tokens_is_compared_in_the_dtype_of_its_weights(gradients: bool):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 4))
+    wrong = copy.deepcopy(model)
+    with torch.no_grad():
+        wrong.get_parameter("1.bias").add_(1e-3)
+    tokens = torch.arange(10).view(2, 5)
+    assert harness.check(copy.deepcopy(model), model, tokens, gradients=gradients).passed
+    assert harness.check(wrong, model, tokens, gradients=gradients).status == "mismatch"
+
+
 # Gradients
+
+
+def test_reentrant_checkpointing_is_compared_too():
+    def recomputed(q, k, v):
+        return checkpoint(by_hand, q, k, v, use_reentrant=True)
+
+    def wrong(q, k, v):
+        return checkpoint(lambda q, k, v: by_hand(q, k, v.detach() + 0 * v), q, k, v, use_reentrant=True)
+
+    assert harness.check(recomputed, by_hand, tensors(*QKV), gradients=True).passed
+    assert not harness.check(wrong, by_hand, tensors(*QKV), gradients=True).passed
 
 
 def test_gradients_of_every_floating_input_are_compared():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.cell.measure import peak_bytes
+from harness.cell.peak import peak_bytes
 
 KB = 1024
 

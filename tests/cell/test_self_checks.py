@@ -12,10 +12,10 @@ from torch import Tensor
 
 from harness.case import DTYPES, PHASES, Case
 from harness.cell import self_checks as metamorphic
-from harness.cell.build import ContractBroken, Pair, build_pair
+from harness.cell.build import Pair, build_pair
 from harness.cell.probe import floor_of, make_question
 from harness.cell.rule import TensorVerdict
-from harness.kernels.call import AttentionCall, Kernel, Unsupported
+from harness.kernels.call import AttentionCall, ContractBroken, Kernel, Unsupported
 from harness.kernels.eager import eager
 from harness.kernels.front import find_kernel
 from harness.variants import masks
@@ -85,16 +85,26 @@ def test_right_kernels_raise_no_alarm(mask: str, dtype: str, readme_kernel: Kern
         wrong = {name: v.reason for name, v in verdicts.items() if v.status not in ("ok", "skipped")}
         assert not wrong, (kernel.name, phase, wrong)
         skipped = {name for name, v in verdicts.items() if v.status == "skipped"}
-        assert skipped == ({"dropout"} if kernel is readme_kernel else set())
+        assert skipped == set()
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "padding", "float_bias", "sliding_window", "dead_rows"])
+@pytest.mark.parametrize("kernel", ["eager", "tiled", "grouped", "sdpa", "auto"])
+def test_right_kernels_raise_no_alarm_at_length(kernel: str, mask: str) -> None:
+    for phase in PHASES:
+        verdicts = found(find_kernel(kernel), mask=mask, phase=phase, seq_len=150)
+        assert {v.status for v in verdicts.values()} <= {"ok", "skipped"}, verdicts
 
 
 def test_all_checks_apply_where_everything_is_asked_for() -> None:
-    assert list(found(find_kernel("eager"), mask="causal", phase="train")) == list(metamorphic.CHECKS)
+    eager_kernel = find_kernel("eager")
+    assert list(found(eager_kernel, mask="causal", phase="train", dtype="bfloat16")) == list(metamorphic.CHECKS)
 
 
 def test_checks_that_do_not_apply_say_nothing() -> None:
     without = set(metamorphic.CHECKS) - set(found(find_kernel("eager"), variant="mha", kv_heads=4))
-    assert without == {"repeated groups", "dead rows", "hidden NaN"}
+    of_masks = {"dead rows", "hidden NaN", "causal from the first key", "one row unpadded", "smallest mask"}
+    assert without == {"repeated groups", "gradient of the mask", "half precision", *of_masks}
     # A user's kernel has not promised what ours have, unless its own cell asks for it.
     user = Kernel("user", eager, shielded=False, origin="my.py")
     assert "dead rows" not in found(user, mask="causal") and "hidden NaN" not in found(user, mask="causal")
@@ -234,14 +244,80 @@ def dead_rows_with_gradient(q, k, v, call):
     return out + (q - q.detach())[..., : out.shape[-1]], None
 
 
+def short_chunks_rounded(q, k, v, call):
+    if 1 < q.shape[2] <= 8 and q.shape[2] < k.shape[2]:
+        call = dataclasses.replace(call, scale=1.01 * call.scale)
+    return eager(q, k, v, call)
+
+
+def queries_beyond_the_keys_dropped(q, k, v, call):
+    out = eager(q, k, v, call)[0].clone()
+    out[:, :, k.shape[2] :] = 0
+    return out, None
+
+
+def causal_bottom_right(q, k, v, call):
+    return eager(q, k, v, dataclasses.replace(call, q_start=k.shape[2] - q.shape[2]))
+
+
+def mask_read_from_row_0(q, k, v, call):
+    if call.mask is not None and call.bias is None and bool(call.mask[0].all()):
+        call = dataclasses.replace(call, mask=None)
+    return eager(q, k, v, call)
+
+
+def bias_in_base_two(q, k, v, call):
+    """The smallest number, times more than one, is infinite."""
+    mask = call.mask if call.bias is None else 1.5 * call.bias / 1.5
+    return eager(q, k, v, dataclasses.replace(call, mask=mask))
+
+
+def no_default_scale(q, k, v, attn_mask=None, scale=None, **options):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=1.0 if scale is None else scale, **options)
+
+
+def zero_queries_skipped(q, k, v, call):
+    out, _ = eager(q, k, v, call)
+    return (out if bool(q.any()) else 0 * out), None
+
+
+def mask_without_gradient(q, k, v, call):
+    mask = None if call.mask is None else call.mask.detach()
+    return eager(q, k, v, dataclasses.replace(call, mask=mask))
+
+
+def nan_hidden_behind_the_softmax(q, k, v, attn_mask=None, scale=1.0, is_causal=False, enable_gqa=False, **options):
+    """A row that sees nothing gives 0, but softmax's backward pass still multiplies by its NaN."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * scale
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.softmax(scores, -1).nan_to_num(0.0) @ v
+
+
+def second_thread_scaled(q, k, v, call):
+    out = eager(q, k, v, call)[0].clone()
+    if torch.get_num_threads() > 1:
+        out[:, :, q.shape[2] // 2 :] *= 1.001
+    return out, None
+
+
+def scale_off_in_half(q, k, v, call):
+    """By 1 %, in half precision alone: less than rounding does to an element, and the float32 shadow is right."""
+    return eager(q, k, v, dataclasses.replace(call, scale=1.01 * call.scale))
+
+
 WRONG: dict[str, tuple[Kernel, dict[str, object], set[str]]] = {
+    "scale off in half": (wrong(scale_off_in_half), {"dtype": "bfloat16"}, {"half precision"}),
     "last partial tile dropped": (wrong(last_partial_tile_dropped), {}, {"permuted keys"}),
     "values clamped": (wrong(values_clamped), {}, {"linear in v"}),
     "no maximum subtracted": (wrong(no_maximum_subtracted), {"mask": "none"}, {"large scores", "dropout"}),
     "scores capped": (wrong(scores_capped), {}, {"shifted scores"}),
     "neighbours mixed": (wrong(neighbours_mixed), {}, {"row alone", "expanded batch"}),
     "second row scaled": (wrong(second_row_scaled), {}, {"row alone", "permuted batch", "expanded batch"}),
-    "causal top left": (wrong(causal_top_left), {"mask": "causal"}, {"split prefill"}),
+    "causal top left": (wrong(causal_top_left), {"mask": "causal"}, {"split prefill", "chunk"}),
     "groups tiled": (wrong(groups_tiled), {}, {"repeated groups"}),
     "channels read as contiguous": (wrong(channels_read_as_contiguous), {}, {"views"}),
     "expanded batch misread": (wrong(expanded_batch_misread), {}, {"expanded batch"}),
@@ -261,8 +337,23 @@ WRONG: dict[str, tuple[Kernel, dict[str, object], set[str]]] = {
     "dead rows with gradient": (
         wrong(dead_rows_with_gradient),
         {"mask": "padding", "phase": "train"},
-        {"dead rows"},
+        {"dead rows", "gradient of the mask"},
     ),
+    "short chunks rounded": (wrong(short_chunks_rounded), {}, {"chunk"}),
+    "short chunks rounded at the end": (wrong(short_chunks_rounded), {"phase": "decode"}, {"chunk"}),
+    "queries beyond the keys dropped": (wrong(queries_beyond_the_keys_dropped), {}, {"more queries than keys"}),
+    "causal bottom right": (wrong(causal_bottom_right), {"mask": "causal"}, {"causal from the first key"}),
+    "mask read from row 0": (wrong(mask_read_from_row_0), {"mask": "padding"}, {"one row unpadded"}),
+    "bias in base two": (wrong(bias_in_base_two), {"mask": "padding"}, {"smallest mask"}),
+    "no default scale": (find_kernel(no_default_scale), {}, {"default scale"}),
+    "zero queries skipped": (wrong(zero_queries_skipped), {}, {"zero scores"}),
+    "mask without gradient": (wrong(mask_without_gradient), {"phase": "train"}, {"gradient of the mask"}),
+    "NaN hidden behind the softmax": (
+        find_kernel(nan_hidden_behind_the_softmax),
+        {"mask": "dead_rows", "phase": "train"},
+        {"gradient of the mask"},
+    ),
+    "second thread scaled": (wrong(second_thread_scaled), {}, {"two threads"}),
     "NaN let through": (wrong(eager, shielded=False), {"mask": "causal"}, {"hidden NaN"}),
 }
 
@@ -281,7 +372,8 @@ def test_every_check_has_a_wrong_kernel() -> None:
 @pytest.mark.parametrize("name", ["values clamped", "groups tiled", "causal top left", "NaN let through"])
 def test_wrong_kernels_are_seen_in_every_dtype(name: str, dtype: str) -> None:
     kernel, axes, checks = WRONG[name]
-    assert failed(kernel, **axes, dtype=dtype) == checks
+    # In half precision the bare call may see it, too.
+    assert failed(kernel, **axes, dtype=dtype) - {"half precision"} == checks
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -296,6 +388,50 @@ def test_a_result_in_a_buffer_that_is_used_again_is_seen() -> None:
 
     verdict = found(wrong(reuses))["repeated call"]
     assert (verdict.status, verdict.reason) == ("mismatch", "a result was overwritten by later calls")
+
+
+def test_memory_is_watched_at_the_cells_own_length() -> None:
+    buffers: dict[object, Tensor] = {}
+
+    def reuses_when_long(q, k, v, call):
+        out, _ = eager(q, k, v, call)
+        if k.shape[2] <= 64:
+            return out, None
+        return buffers.setdefault(out.shape, torch.empty_like(out)).copy_(out), None
+
+    def writes_when_long(q, k, v, call):
+        if k.shape[2] > 64:
+            beside_the_view_written(q, k, v, call)
+        return eager(q, k, v, call)
+
+    assert "repeated call" in failed(wrong(reuses_when_long), seq_len=80)
+    assert failed(wrong(writes_when_long), seq_len=80) == {"inputs untouched"}
+    assert not failed(wrong(writes_when_long))
+
+
+def test_long_cells_are_asked_at_a_bounded_length() -> None:
+    question = make_question(make_case(seq_len=9000, heads=8), torch.Generator().manual_seed(0), at_length=True)
+    assert question.k.shape[1:3] == (1, 2100) and question.q.shape[1:3] == (2, 2100)
+
+
+def test_a_users_kernel_may_give_a_mask_no_gradient_but_not_a_wrong_one() -> None:
+    user = wrong(mask_without_gradient, origin="my.py")
+    assert found(user, phase="train")["gradient of the mask"].status == "skipped"
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, mask: Tensor) -> Tensor:
+            return mask.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    def doubled(q, k, v, call):
+        mask = None if call.bias is None else Doubled.apply(call.mask)
+        return eager(q, k, v, dataclasses.replace(call, mask=mask))
+
+    assert found(wrong(doubled, origin="my.py"), phase="train")["gradient of the mask"].status == "mismatch"
 
 
 def test_a_copy_of_the_last_calls_output_is_seen() -> None:
@@ -339,7 +475,15 @@ def test_a_refused_call_is_skipped_unless_it_is_the_first() -> None:
 
     verdicts = found(wrong(only_causal), mask="causal")
     skipped = {name: v.reason for name, v in verdicts.items() if v.status == "skipped"}
-    assert skipped == {"permuted keys": "no masks", "large scores": "no masks", "dead rows": "no masks"}
+    with_masks = (
+        "permuted keys",
+        "large scores",
+        "more queries than keys",
+        "one row unpadded",
+        "smallest mask",
+        "dead rows",
+    )
+    assert skipped == dict.fromkeys(with_masks, "no masks")
 
     kernel = find_kernel("tests.wrong_kernels:refuses")
     assert [(n, v.status) for n, v in found(kernel).items()] == [("small call", "skipped")]

@@ -98,8 +98,12 @@ def test_right_kernels_are_ok_and_really_compared(kernel: str, axes: dict[str, A
 def test_a_scale_that_half_precision_hides_is_a_mismatch(factor: float, axes: dict[str, Any], dtype: str):
     found = record(scaled_by(factor), dtype=dtype, **axes)
     assert found.status == "mismatch"
-    assert found.worst_tensor is not None and found.worst_tensor.endswith(" (in float32)")
-    assert found.error is not None and found.error.startswith(f"{found.worst_tensor} in regime plain: error is ")
+    assert "mismatch" in {row["status"] for row in shadows(found)}
+    # The bare call in half precision may see it, too, and then speaks for the cell.
+    assert found.worst_tensor is not None and found.error is not None
+    if found.worst_tensor != "check: half precision":
+        assert found.worst_tensor.endswith(" (in float32)")
+        assert found.error.startswith(f"{found.worst_tensor} in regime plain: error is ")
     assert "mismatch" not in {row["status"] for row in found.equivalence if not row["is_aside"]}
 
 

@@ -215,15 +215,16 @@ def cell(variant: str) -> Case:
     )
 
 
-PREFILL = "                return side.forward(side.module, x, side.views[0], None, False)\n"
+TIMED = "    return _call_of(subject_of(pair, side, seed))\n"
 # Twice the work in one variant, death in another.
 SPOILT = f"""\
-                if side is pair.candidate and case.variant == "mha":
-                    side.forward(side.module, x, side.views[0], None, False)
-                if case.variant == "gqa":
-                    import os
-                    os._exit(7)
-{PREFILL}"""
+    if side is pair.candidate and pair.case.variant == "mha":
+        once = _call_of(subject_of(pair, side, seed))
+        return lambda: [once(), once()]
+    if pair.case.variant == "gqa":
+        import os
+        os._exit(7)
+{TIMED}"""
 LACKING = (
     "cell/build.py",
     "    spec = VARIANTS[case.variant]\n",
@@ -235,7 +236,7 @@ LACKING = (
 def test_two_versions_are_timed_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "PROCESSES", 2)
     base = copy_of_harness(tmp_path / "base", LACKING)
-    head = copy_of_harness(tmp_path / "head", ("cell/measure.py", PREFILL, SPOILT))
+    head = copy_of_harness(tmp_path / "head", ("cell/measure.py", TIMED, SPOILT))
     cases = [cell("mha"), cell("mqa"), cell("gqa")]
     told: list[tuple[int, str]] = []
     found = judge_times(base, head, cases, TimingSettings(seed=1), progress=lambda *step: told.append(step))
@@ -269,8 +270,8 @@ def _children() -> list[str]:
 
 @pytest.mark.slow
 def test_a_process_that_ends_or_hangs_is_told_apart(tmp_path: Path) -> None:
-    sleeping = f"                import time\n                time.sleep(60)\n{PREFILL}"
-    harness = copy_of_harness(tmp_path, ("cell/measure.py", PREFILL, sleeping))
+    sleeping = f"    time.sleep(60)\n{TIMED}"
+    harness = copy_of_harness(tmp_path, ("cell/measure.py", TIMED, sleeping))
     process = Process(harness, threads=1, allowed=None, path=PACKAGES)
     try:
         process.greet()

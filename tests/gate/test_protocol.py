@@ -212,11 +212,11 @@ def test_two_commits_are_timed_though_files_were_moved_between_them(tmp_path: Pa
     git(tree, "add", ".")
     git(tree, "commit", "-q", "-m", "as it is")
     (tree / "harness" / "cell" / "measure.py").rename(tree / "harness" / "cell" / "moved.py")
-    (tree / "harness" / "workers" / "channel.py").rename(tree / "harness" / "workers" / "moved.py")
+    (tree / "harness" / "candidate" / "channel.py").rename(tree / "harness" / "workers" / "moved.py")
     for path in (tree / "harness").rglob("*.py"):
         text = path.read_text()
         changed = text.replace("harness.cell.measure", "harness.cell.moved")
-        changed = changed.replace("harness.workers.channel", "harness.workers.moved")
+        changed = changed.replace("harness.candidate.channel", "harness.workers.moved")
         if changed != text:
             path.write_text(changed)
     git(tree, "add", "-A")

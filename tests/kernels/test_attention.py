@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import harness
-from harness.cell.measure import peak_bytes
+from harness.cell.peak import peak_bytes
 from harness.cell.rule import judge
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.front import make_call

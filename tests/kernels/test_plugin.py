@@ -457,7 +457,7 @@ def judged(source: str, path: Path, cell: int) -> Record | PluginError:
 
 
 @given(source=FILES, cell=st.integers(0, 5))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)  # each starts a process: 2 seconds
 def test_any_file_is_refused_or_has_a_row(tmp_path_factory, source, cell):
     path = tmp_path_factory.getbasetemp() / "fuzzed_kernel.py"
     found = judged(source, path, cell)
@@ -479,9 +479,7 @@ def test_no_wrong_result_is_ok(tmp_path, result):
 def test_what_a_kernel_does_beside_its_work_is_undone_or_named(tmp_path, effect):
     found = judged(kernel_file(effect=effect), tmp_path / "mine.py", cell=0)
     assert isinstance(found, Record)
-    stops = effect.startswith(
-        ("raise", "sys.exit", "exit", "1 /", "assert", "import", "warnings", "torch.set_default_device")
-    )
+    stops = effect.startswith(("raise", "sys.exit", "exit", "1 /", "assert", "import"))
     allowed = {"error", "oom", "mismatch"} if stops else {"ok", "error"}
     assert found.status in allowed, found
     assert (found.status == "oom") == ("MemoryError" in effect)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.case import Case
-from harness.cell.build import ContractBroken, Pair, build_pair
+from harness.cell.build import Pair, build_pair
 from harness.cell.draws import fast_path_off
 from harness.cell.referee import outputs
 from harness.cell.regimes import make_inputs
-from harness.kernels.call import AttentionCall, Kernel
+from harness.kernels.call import AttentionCall, ContractBroken, Kernel
 from harness.kernels.eager import eager
 from harness.kernels.front import make_call
 from harness.mutants.saboteurs.reach import calls_of

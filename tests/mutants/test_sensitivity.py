@@ -225,7 +225,7 @@ def test_a_saboteur_that_draws_does_so_alike(cell: StudiedCell):
 
 def test_a_cell_whose_right_candidate_fails_is_reported_and_not_counted(monkeypatch: pytest.MonkeyPatch):
     wrong = Kernel("eager", double_scale, gives_weights=True)
-    monkeypatch.setattr("harness.mutants.study.find_kernel", lambda name: wrong)
+    monkeypatch.setattr("harness.mutants.study.judged_kernel", lambda name: wrong)
     found = study_cell(CASES[0], some_saboteurs_list(), seed=0, regimes=["plain"])
     assert found.problem is not None and "the right candidate is mismatch in plain, out" in found.problem
     assert (found.findings, found.threshold) == ((), None)
@@ -306,10 +306,10 @@ def test_the_numbers_of_the_score():
         result("bfloat16", killed("a"), SaboteurFinding("b", "survived", err_ratio=0.5)),
     )
     verdict = judge(*cells)
-    assert verdict.overall == table.Score(5, 4) and verdict.overall.share == 0.8
-    assert verdict.full == table.Score(3, 3) and verdict.half == table.Score(2, 1)
+    assert verdict.overall == table.Score(5, 4, 3) and verdict.overall.share == 0.8
+    assert verdict.full == table.Score(3, 3, 2) and verdict.half == table.Score(2, 1, 1)
     frame = table.findings_frame(cells)
-    assert table.scores_by(frame, "dtype")["bfloat16"] == table.Score(2, 1)
+    assert table.scores_by(frame, "dtype")["bfloat16"] == table.Score(2, 1, 1)
     rows = table.saboteurs_frame(frame, ["a", "b"]).set_index("saboteur")
     assert rows.loc["a", "mostly_by"] == "plain (2/3)"
     assert list(rows.loc["b", ["mismatch", "degraded", "error", "survived", "not applicable"]]) == [0, 1, 0, 1, 1]
@@ -439,7 +439,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_all_seen_is_exit_0(command: Any, capsys: pytest.CaptureFixture[str]):
     assert command() == 0
     printed = capsys.readouterr().out
-    assert "SEEN  100 % of 5 wrong runs, 0 unexplained" in printed
+    assert "SEEN  100 % of 5 wrong runs, 100 % as a mismatch, 0 unexplained" in printed.replace("\n", " ")
     (folder,) = Path("results").glob("sensitivity-*")
     assert {path.name for path in folder.iterdir()} == {
         "sensitivity.md", "sensitivity.csv", "cells.csv", "sensitivity.jsonl", "config.yaml", "environment.json"
@@ -449,7 +449,7 @@ def test_all_seen_is_exit_0(command: Any, capsys: pytest.CaptureFixture[str]):
 def test_a_survivor_is_listed_and_is_exit_1(command: Any, capsys: pytest.CaptureFixture[str]):
     assert command("--out", "found", saboteurs=with_a_survivor) == 1
     printed = capsys.readouterr().out
-    assert "NOT ALL SEEN  83.33 % of 6 wrong runs, 1 unexplained" in printed
+    assert "NOT ALL SEEN  83.33 % of 6 wrong runs, 83.33 % as a mismatch, 1 unexplained" in printed.replace("\n", " ")
     assert "no_op  largest error 0." in printed and "UNEXPLAINED" in printed
     assert "## Survivors: 1" in Path("found/sensitivity.md").read_text()
 

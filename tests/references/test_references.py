@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import harness.references
 from harness.case import Case
-from harness.cell.build import Side, build_pair, steps_of
+from harness.cell.build import build_pair, steps_of
 from harness.cell.draws import fast_path_off
-from harness.cell.referee import run_steps
+from harness.cell.side import Side, run_steps
 from harness.kernels.front import find_kernel
 from harness.references import Reference, sdpa, torch_mha
 from harness.references.sdpa import StaticKV
@@ -187,7 +187,7 @@ def test_static_cache_decode_equals_the_full_forward(variant: str, mask: str) ->
     steps = steps_of(case)
     assert [len(queries) for queries, _ in steps] == [5, 1, 1, 1, 1]
     assert steps[-1] == (range(S - 1, S), range(S))
-    _, cache = run_steps(pair, pair.reference, x)
+    _, cache = run_steps(pair.reference, pair.steps, x)
     assert isinstance(cache, StaticKV)
     assert cache.length == S
     # A mask that is not causal cannot show a step the tokens that have not come yet.
@@ -199,10 +199,10 @@ def test_static_cache_decode_equals_the_full_forward(variant: str, mask: str) ->
         whole = table.masked_fill(~arrived, -math.inf)
 
     def stepwise(x: Tensor) -> Tensor:
-        return run_steps(pair, pair.reference, x)[0]
+        return run_steps(pair.reference, pair.steps, x)[0]
 
     assert_same(stepwise, lambda x: pair.reference.module(x, attn_mask=whole), x)
-    assert_same(lambda x: run_steps(pair, pair.candidate, x)[0], stepwise, x)
+    assert_same(lambda x: run_steps(pair.candidate, pair.steps, x)[0], stepwise, x)
 
 
 def test_static_cache_holds_crops_and_refuses_what_does_not_fit() -> None:

@@ -114,6 +114,9 @@ def test_verdict() -> None:
     assert verdict.worst_err_ratio == math.inf
     assert verdict.unjudged == 1
     assert judge(store.table(rows[:2])).passed
+    assert [story.headline(judge(store.table(part))) for part in (rows[:1], rows[:2], rows)] == [
+        "EQUAL", "ROUNDED WORSE", "NOT EQUAL"
+    ]  # fmt: skip
     assert not judge(store.table([])).passed
     bad = not_ok(store.table([record(status="unsupported"), *rows]))["status"].tolist()
     assert bad == ["mismatch", "error", "degraded", "unsupported"]

@@ -128,7 +128,7 @@ def broken(**changes: Any) -> bytes:
         (broken(status="fine"), "unknown status 'fine'; known: ok"),
         (broken(heads="8"), "field heads must be"),
         (broken(heads=True), "field heads must be"),
-        (broken(heads=None), "field heads must be"),
+        (broken(variant=None), "field variant must be"),
         (broken(params=1.5), "field params must be"),
         (broken(err_ratio="much"), "field err_ratio must be"),
         (broken(samples_s=[]), "field samples_s must be"),

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from harness.suite.config import ABSENT, ConfigError, Suite, load_suite
 from harness.suite.grid import AXES, MAX_CLASHES
 from harness.suite.schema import REGIMES, Limits, Timing
-from harness.suite.yaml_lines import MAX_BYTES, MAX_DEPTH, YamlError, parse
 from harness.variants.masks import MASKS
 from harness.variants.specs import VARIANTS
+from harness.yaml_lines import MAX_BYTES, MAX_DEPTH, YamlError, parse
 from tests.fuzzed_configs import at_most
 
 BASE = """\
@@ -590,7 +590,7 @@ def test_bad_kernels(kernel, says, tmp_path, monkeypatch):
 
 def test_kernels_of_the_command_line_replace_the_axis_everywhere(load):
     text = BASE + "  kernel: [eager, sdpa]\ninclude:\n- {variant: mqa, embed_dim: 64, heads: 4, seq_len: 8}\n"
-    cases = load(text, kernels=["sdpa", "a.b:f", "sdpa"]).cases
+    cases = [case for case in load(text, kernels=["sdpa", "a.b:f", "sdpa"]).cases if not case.is_battery]
     assert [(c.variant, c.heads, c.kernel) for c in cases] == [
         (v, h, k) for v, h in (("mha", 4), ("mha", 8), ("mqa", 4)) for k in ("sdpa", "a.b:f")
     ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.cell.state import preserved
+from harness.candidate.state import preserved
 from tests import fuzzed_configs
 from tests.fuzzed_configs import (
     BOMBS,

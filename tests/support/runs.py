@@ -12,6 +12,7 @@ name: tiny
 threads: 1
 timing: {enabled: false}
 grid: {variant: [mha, mqa], embed_dim: 16, heads: 2, seq_len: [4, 6, 8], mask: causal}
+battery: {enabled: false}
 """
 
 

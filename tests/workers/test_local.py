@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from harness import store
+from harness.candidate.channel import BrokenMessage, Inbox, pack
 from harness.case import Case
 from harness.errors import BadInput
 from harness.record import Record
 from harness.suite.schema import Limits, Timing
-from harness.workers.channel import BrokenMessage, Inbox, pack, read_record
 from harness.workers.crew import CannotStart, Outcome, Task
 from harness.workers.interrupts import Interrupts
 from harness.workers.job import Here, Job, decode_job, failed
-from harness.workers.local import Local
+from harness.workers.local import Local, read_record
 from harness.workers.local import _settle as settle
 from harness.workers.process import allowed_bytes
 from tests import hostile_kernels
@@ -116,7 +116,7 @@ def test_a_grid_with_hostile_kernels_measures_every_other_cell():
     assert " in hangs_in_c" in errors["hangs_in_c"]
     assert "RuntimeError: no such tile" in errors["raises"]
     assert "allocate memory" in errors["takes_100_gib"]
-    assert errors["leaves_at_once"] == "the worker left with exit code 0"
+    assert errors["leaves_at_once"] == "the kernel's process left with exit code 0"
     crashed = found["segfaults"]
     assert crashed.case_id == job("segfaults").case.case_id and crashed.seconds is not None
     for formula in ("params_formula", "kv_cache_bytes_formula", "flops", "reference", "kv_len"):
@@ -232,14 +232,14 @@ def test_a_case_after_one_that_changes_everything_is_bitwise_the_same(local):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["closes_the_streams", "leaves_a_busy_thread", "stays_in_inference_mode"])
-def test_what_cannot_be_put_back_ends_with_its_worker(local, kernel):
+def test_what_cannot_be_put_back_ends_with_the_kernels_process(local, kernel):
     measured(local, "good")
     before = pids(local)
     alone = by_case(Here().run([job("eager", phase="train")]))
     records = list(local.run([job(kernel), job("eager", phase="train")]))
     assert records[0].status == "ok", records[0].error
     assert by_case(records[1:]) == alone
-    assert set(pids(local)).isdisjoint(before)
+    assert pids(local) == before  # it ends with the kernel's own process, and the worker has not noticed
 
 
 # Loading
@@ -322,7 +322,7 @@ def test_closing_the_iterator_kills_the_worker_at_work(local):
 PARENT = """
 import json, sys
 from harness.suite.schema import Limits
-from harness.workers.local import Local
+from harness.workers.local import read_record, Local
 from harness.workers.job import decode_job
 local = Local(limits=Limits(timeout_s=30))
 stream = local.run([decode_job(json.loads(text)) for text in sys.argv[1:]])
@@ -500,7 +500,8 @@ def test_a_child_that_returns_in_the_place_of_its_worker_answers_nothing(local):
     found = measured(local, "forks", "also_good", "good")
     assert {record.status for record in found.values()} == {"ok"}
     assert pids(local) == before
-    assert psutil.Process(before[0]).children() == []  # else it were a second worker on the same pipes
+    family = psutil.Process(before[0]).children(recursive=True)  # the zygote, and the processes of three kernels
+    assert len(family) <= 1 + 3, "a child that the kernel forked lives on, on the same channel"
 
 
 def test_a_second_answer_costs_the_worker_but_not_the_first(local, monkeypatch):
@@ -517,7 +518,9 @@ def test_an_answer_to_another_question_is_not_taken(local, monkeypatch):
     (worker,) = local._crew.idle
     worker.served = 0  # as if new: else the case were tried again
     feed = worker._inbox.feed
-    monkeypatch.setattr(worker._inbox, "feed", lambda data: [m | {"question": m["question"] - 1} for m in feed(data)])
+    # Of a wrong number are the answer, and the word that it has begun.
+    shift = lambda message: {key: n - 1 if key in ("question", "begun") else n for key, n in message.items()}  # noqa: E731
+    monkeypatch.setattr(worker._inbox, "feed", lambda data: [shift(message) for message in feed(data)])
     record = measured(local, "good")["good"]
     assert record.status == "error"
     assert "broken message: an answer to" in (record.error or "")
@@ -535,6 +538,8 @@ def test_a_record_of_another_case_is_not_taken(local):
 @pytest.mark.slow
 def test_a_worker_whose_pipe_never_falls_silent_is_timed_out(monkeypatch):
     executor = Local(limits=Limits(timeout_s=2))
+    # Worker and kernel are there already: on a busy machine they may take longer to start than to be timed out.
+    executor.origins([job("hangs_in_python").case.kernel])
     selector, deadline = executor._crew._selector, time.monotonic() + 15
 
     def always_ready(timeout: float) -> list[tuple[Any, int]]:
@@ -551,7 +556,7 @@ def test_a_worker_whose_pipe_never_falls_silent_is_timed_out(monkeypatch):
 def test_a_worker_that_closes_its_pipe_is_not_waited_for(local):
     record = measured(local, "closes_every_pipe")["closes_every_pipe"]
     assert record.status == "error"
-    assert (record.error or "").startswith("the worker closed its pipe")
+    assert (record.error or "").startswith("the kernel's process closed its pipe")
 
 
 @pytest.mark.slow

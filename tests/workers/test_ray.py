@@ -36,6 +36,7 @@ UNTIMED = Timing(enabled=False)
 CONFIG = {
     "name": "cluster",
     "timing": {"enabled": False},
+    "battery": {"enabled": False},
     "regimes": ["plain", "poison"],
     "grid": {
         "variant": ["mha", "gqa"],
@@ -142,7 +143,7 @@ def test_same_records_as_in_this_process(alone: str, tmp_path: Path):
     assert len(records) == len(by_id) == len(jobs) + 1 == 33
     row = by_id.pop(doomed.case.case_id)
     assert (row.status, row.kernel) == ("error", crash)
-    assert row.error == "the worker left with exit code 3"
+    assert row.error == "the kernel's process left with exit code 3"
     assert row.params_formula
     expected = {record.case_id: record for record in Here().run(jobs)}
     assert {record.status for record in expected.values()} == {"ok"}

@@ -17,6 +17,8 @@ FORBIDDEN = {
 }
 # The one place that runs a user's file, because its name was given on the command line or in the config.
 EXEC_ALLOWED = {"kernels/plugin.py"}
+# The kernel's own process reads modules that the judge sends; nothing is ever unpickled in the other direction.
+UNPICKLES = {"candidate/server.py"}
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
@@ -72,7 +74,9 @@ def test_the_package_runs_no_data():
         for path in files
         for danger in dangers(path.read_text(), may_exec=path.relative_to(PACKAGE).as_posix() in EXEC_ALLOWED)
     }
-    assert found == set()
+    unpickled = {danger for danger in found if danger.endswith("pickle.Unpickler")}
+    assert {danger.partition(":")[0] for danger in unpickled} == UNPICKLES
+    assert found == unpickled
 
 
 @pytest.mark.parametrize(

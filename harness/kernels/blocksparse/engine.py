@@ -26,10 +26,11 @@ from harness.kernels.blocksparse.blocks import (
     is_contiguous,
 )
 from harness.kernels.call import AttentionCall, BlockCount, Unsupported, four_dims
-from harness.kernels.eager import eager, is_vectorised
+from harness.kernels.eager import eager
 from harness.kernels.threads import alone, spread
 from harness.kernels.tiled import LOG2_E
 from harness.kernels.tiles import SHARE, cache_bytes
+from harness.kernels.transforms import is_transformed
 
 INF = float("inf")
 
@@ -78,8 +79,10 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
         raise Unsupported("block-sparse attention is for inference: no dropout")
     if call.needs_gradients(q, k, v):
         raise Unsupported("block-sparse attention is for inference: no gradients (use torch.no_grad())")
-    if q.is_meta or torch.compiler.is_compiling() or is_vectorised():
-        raise Unsupported("block-sparse attention chooses by values: no meta tensors, torch.compile or torch.func")
+    if q.is_meta or is_transformed():
+        raise Unsupported(
+            "block-sparse attention chooses by values: no meta tensors, no torch.compile, tracing or torch.func"
+        )
 
 
 def expanded(keep: Tensor, blocks: Blocks, L: int, S: int) -> Tensor:

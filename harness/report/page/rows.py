@@ -76,13 +76,18 @@ def _rounded(value: float) -> float | int | str:
 
 def _setting(frame: pd.DataFrame, *, length: bool) -> pd.Series:
     """The axes that are not the variant's own, in words."""
-    parts = ["E " + frame["embed_dim"].astype(str), "H " + frame["heads"].astype(str)]
-    odd = frame["head_dim"] * frame["heads"] != frame["embed_dim"]
+
+    def sized(letter: str, column: str) -> pd.Series:
+        """Empty where the row has no such size, because it has them all."""
+        return (f"{letter} " + frame[column].astype("string")).fillna("")
+
+    parts = [sized("E", "embed_dim"), sized("H", "heads")]
+    odd = (frame["head_dim"] * frame["heads"] != frame["embed_dim"]).fillna(False)
     if odd.any():
-        parts.append(("D " + frame["head_dim"].astype(str)).where(odd, ""))
+        parts.append(sized("D", "head_dim").where(odd, ""))
     if length:
-        parts.append("S " + frame["seq_len"].astype(str))
-    parts += ["B " + frame["batch"].astype(str), frame["dtype"].astype(str), frame["mask"].astype(str)]
+        parts.append(sized("S", "seq_len"))
+    parts += [sized("B", "batch"), frame["dtype"].astype(str), frame["mask"].astype(str)]
     if frame["bias"].nunique() > 1:
         parts.append(frame["bias"].map({True: "bias", False: "no bias"}).astype(str))
     rows = zip(*parts, strict=True)

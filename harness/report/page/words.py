@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 
 from harness.environment import Environment
-from harness.record import EQUAL_STATUSES, FAILING
+from harness.record import FAILING
 from harness.report import sparsity, story
 from harness.report.page.run import Sensitivity, StoredRun
 from harness.report.summary import RunVerdict, judge, not_ok, summarise
@@ -15,7 +15,8 @@ from harness.text import ABSENT, first_line, plain, plural, ratio, small
 SHOWN = 20  # cells that are not ok, above the table of all
 # Of each headline that `story` knows, the worst first: a page is as good as its worst run.
 TONES = {
-    "NOT EQUAL": "bad", "INCOMPLETE": "warn", "NOTHING COMPARED": "none", "WITHIN LIMITS": "good", "EQUAL": "good",
+    "NOT EQUAL": "bad", "INCOMPLETE": "warn", "NOTHING COMPARED": "none", story.ROUNDED_WORSE: "warn",
+    "WITHIN LIMITS": "good", "EQUAL": "good",
 }  # fmt: skip
 
 
@@ -38,7 +39,7 @@ class Card:
 def card(run: StoredRun) -> Card:
     verdict = judge(run.frame)
     headline = story.headline(verdict)
-    equal = sum(number for status, number in verdict.statuses.items() if status in EQUAL_STATUSES)
+    equal = verdict.statuses.get("ok", 0)
     return Card(
         label=plain(run.label),
         headline=headline,
@@ -54,20 +55,33 @@ def card(run: StoredRun) -> Card:
 
 
 def _sentence(verdict: RunVerdict, equal: int) -> str:
-    known = _approximate_sentence(verdict, equal) if verdict.approximate else _equal_sentence(verdict.cells, equal)
+    degraded = verdict.statuses.get("degraded", 0)
+    if verdict.approximate:
+        known = _approximate_sentence(verdict, equal, degraded)
+    else:
+        known = _equal_sentence(verdict.cells, equal, degraded)
     if not verdict.missing:
         return known
     return f"{verdict.cells:,} of {verdict.cells + verdict.missing:,} cells; {verdict.missing:,} missing. {known}"
 
 
-def _approximate_sentence(verdict: RunVerdict, equal: int) -> str:
+def _approximate_sentence(verdict: RunVerdict, equal: int, degraded: int) -> str:
     within = f"{plural(verdict.approximate, 'cell is', 'cells are')} within the error metrics that the suite declares"
-    rest = verdict.cells - equal
+    rest = verdict.cells - equal - degraded
     others = f"; {equal - verdict.approximate:,} equal their reference" if equal > verdict.approximate else ""
-    return f"{within}{others}{f'; {rest:,} do not, or were not compared' if rest else ''}."
+    worse = f"; {_worse(degraded)}" if degraded else ""
+    return f"{within}{others}{worse}{f'; {rest:,} do not, or were not compared' if rest else ''}."
 
 
-def _equal_sentence(cells: int, equal: int) -> str:
+def _worse(degraded: int) -> str:
+    return f"{plural(degraded, 'cell is', 'cells are')} the same function, rounded worse than the reference"
+
+
+def _equal_sentence(cells: int, equal: int, degraded: int) -> str:
+    if degraded:
+        differing = cells - equal - degraded
+        others = f"; {differing:,} differ, or were not compared" if differing else ""
+        return f"{equal:,} of {plural(cells, 'cell', 'cells')} equal their reference; {_worse(degraded)}{others}."
     if not equal:
         return "No cell was found equal to its reference." if cells else "The run has no cells."
     if equal == cells == 1:
@@ -172,7 +186,9 @@ def sensitivity_tables(study: Sensitivity) -> list[Table]:
     from harness.mutants import result
 
     score = result.score_of(study.findings)
-    seen = ABSENT if score.share is None else f"{score.killed:,} of {score.applicable:,} wrong runs were seen"
+    seen = ABSENT
+    if score.share is not None:
+        seen = f"{score.killed:,} of {score.applicable:,} wrong runs were seen, {score.failed:,} of them as a mismatch"
     counts = result.saboteurs_frame(study.findings, list(dict.fromkeys(study.findings["saboteur"])))
     counts = counts.sort_values(result.SURVIVED, ascending=False, kind="stable")
     saboteurs = [

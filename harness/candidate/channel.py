@@ -1,12 +1,11 @@
 """Messages between a parent and its worker: a length of 8 bytes, then JSON. No pickle: a worker runs anyone's code."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
 from numbers import Integral, Real
 from typing import Any
-
-from harness.record import Record
 
 HEADER_BYTES = 8
 MOST_BYTES = 256 << 20  # a record of the longest timing has 3 MB; more is no message of ours
@@ -27,16 +26,9 @@ def _plain(value: object) -> object:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    if isinstance(value, Record):
+    if dataclasses.is_dataclass(value):
         return vars(value)
     raise TypeError(f"a {type(value).__name__} cannot be sent")
-
-
-def read_record(fields: Any) -> Record:
-    try:
-        return Record(**fields)
-    except TypeError as error:
-        raise BrokenMessage(f"not a record: {error}") from None
 
 
 class Inbox:

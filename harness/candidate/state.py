@@ -1,4 +1,4 @@
-"""Global state that a user's kernel may change, put back after each case so that no case sees another's."""
+"""Global state that a user's kernel may change, put back so that no case, and no later call, sees another's."""
 
 import gc
 import logging
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 IMPORTS = ("environment", "sys.path")  # what a user's file may set for its own later imports
 WATCH_S = 5e-3
+BUSY_THREAD = "a busy thread"  # it takes WATCH_S to see whether there is one
 SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")  # the CPU's choice of SDPA follows these flags too
 # Those that someone may handle; asking for all 64 would take longer than all the rest.
 SIGNALS = (
@@ -43,12 +44,16 @@ def preserved(keep: Collection[str] = ()) -> Iterator[None]:
     try:
         yield
     finally:
-        for setting in SETTINGS:
-            if setting.name not in keep and setting.read() != before[setting.name]:
-                try:
-                    setting.restore(before[setting.name])
-                except (RuntimeError, OSError, ValueError, TypeError) as failure:
-                    log.warning("%s was changed and cannot be put back: %s", setting.name, failure)
+        put_back(before, keep)
+
+
+def put_back(before: dict[str, Any], keep: Collection[str] = ()) -> None:
+    for setting in SETTINGS:
+        if setting.name not in keep and setting.read() != before[setting.name]:
+            try:
+                setting.restore(before[setting.name])
+            except (RuntimeError, OSError, ValueError, TypeError) as failure:
+                log.warning("%s was changed and cannot be put back: %s", setting.name, failure)
 
 
 def read_all() -> dict[str, Any]:
@@ -59,7 +64,7 @@ def changed(before: dict[str, Any], keep: Collection[str] = ()) -> list[str]:
     """What is not as it was, by name: those that could not be put back, and those that nobody can put back."""
     now = read_all()
     settings = [name for name in now if name not in keep and now[name] != before[name]]
-    return settings + [name for name, is_left in LEFTOVERS.items() if is_left()]
+    return settings + [name for name, is_left in LEFTOVERS.items() if name not in keep and is_left()]
 
 
 def _deterministic() -> tuple[bool, bool, bool]:
@@ -222,5 +227,5 @@ LEFTOVERS: dict[str, Callable[[], bool]] = {
     "inference mode": torch.is_inference_mode_enabled,
     "a dispatch mode": lambda: torch._C._len_torch_dispatch_stack() > 0,
     "a function mode": lambda: torch._C._len_torch_function_stack() > 0,
-    "a busy thread": _has_busy_thread,
+    BUSY_THREAD: _has_busy_thread,
 }

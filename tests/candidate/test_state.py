@@ -13,8 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import harness
-from harness.cell import state
-from harness.cell.state import preserved
+from harness.candidate import state
+from harness.candidate.state import preserved
 from tests.hostile_kernels import change_everything
 
 VANDAL = """
@@ -40,6 +40,7 @@ def stopper(q, k, v, **options):
 CONFIG = {
     "name": "state",
     "timing": {"enabled": False},
+    "battery": {"enabled": False},
     "grid": {"variant": ["mha", "gqa"], "embed_dim": 16, "heads": 2, "kv_heads": 1, "seq_len": 8, "mask": "causal"},
 }
 

@@ -1,0 +1,118 @@
+"""What `harness judge` shows: the verdict, what was covered on one screen, and the first failures in words."""
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from harness.record import OK_FACTOR
+from harness.report.table import Column, Table
+from harness.report.terminal import print_entry, say
+from harness.text import first_line, plain, plural, ratio
+
+if TYPE_CHECKING:
+    from harness.battery.result import Finding, Judgement
+
+HEADLINES = {
+    "ok": ("RIGHT", "bold green"),
+    "degraded": ("ROUNDED WORSE", "bold yellow"),
+    "unsupported": ("REFUSED EVERYTHING", "bold red"),
+    "mismatch": ("WRONG", "bold red"),
+    "error": ("WRONG", "bold red"),
+}
+SHOWN = 3  # failures in words
+REASONS = 4  # of refusals
+
+
+@dataclass(frozen=True)
+class _Group:
+    name: str
+    findings: Sequence["Finding"]
+
+    def count(self, *statuses: str) -> int:
+        return sum(finding.status in statuses for finding in self.findings)
+
+    @property
+    def worst(self) -> float | None:
+        return max((f.err_ratio for f in self.findings if f.err_ratio is not None), default=None)
+
+
+COLUMNS = (
+    Column("asked", lambda group: group.name, left=True),
+    Column("checks", lambda group: len(group.findings)),
+    Column("calls", lambda group: sum(finding.calls for finding in group.findings)),
+    Column("ok", lambda group: group.count("ok")),
+    Column("degraded", lambda group: group.count("degraded") or ""),
+    Column("wrong", lambda group: group.count("mismatch", "error") or ""),
+    Column("refused", lambda group: group.count("refused") or ""),
+    Column("error/N", lambda group: ratio(group.worst)),
+    Column("s", lambda group: f"{sum(finding.seconds for finding in group.findings):.1f}"),
+)
+
+
+def print_judgement(found: "Judgement", console: Console) -> None:
+    word, style = HEADLINES[found.status]
+    asked = plural(len(found.findings), "check", "checks")
+    say(
+        console,
+        Text.assemble((word, style), f"  {plain(found.kernel)}: {asked}, {found.calls:,} calls, {found.seconds:.0f} s"),
+    )
+    for finding in (shown := _worst_first(found))[:SHOWN]:
+        print_entry(console, (finding.status, "red"), f"{finding.group}, {finding.check}", finding.call)
+        say(console, f"              {first_line(finding.reason)}")
+    if len(shown) > SHOWN:
+        say(console, f"  and {len(shown) - SHOWN} more, see --json")
+    if found.smallest is not None:
+        print_entry(console, ("smallest", "yellow"), first_line(found.smallest.reason), found.smallest.call)
+    console.print()
+    groups: dict[str, list[Finding]] = {}
+    for finding in found.findings:
+        groups.setdefault(finding.group, []).append(finding)
+    console.print(Table(COLUMNS, [_Group(name, findings) for name, findings in groups.items()]))
+    console.print()
+    for reason, count in list(found.refused.items())[:REASONS]:
+        say(console, f"refused {count} x: {first_line(reason)}", style="dim")
+    skipped = Counter(finding.status for finding in found.findings)["skipped"]
+    if skipped:
+        say(
+            console,
+            f"{plural(skipped, 'call says', 'calls say')} nothing: torch's own answer is an error, or not finite",
+        )
+    say(console, *_coverage(found), style="dim")
+    say(console, f"error/N: the worst error over its noise floor N, ok up to {OK_FACTOR:g}", style="dim")
+    say(console, f"again, with the same numbers: harness judge {plain(found.kernel)} --seed {found.seed}", whole=True)
+
+
+def judgement_text(found: "Judgement") -> str:
+    """The same without colours, for the message of an assertion."""
+    text = io.StringIO()
+    print_judgement(found, Console(file=text, width=120, color_system=None))
+    return text.getvalue()
+
+
+def assert_kernel(kernel: Any, **options: Any) -> "Judgement":
+    """For a test: `harness.judge`, and an AssertionError that says what is wrong, where, and how to see it again."""
+    from harness.battery.session import judge
+
+    found = judge(kernel, **options)
+    if not found.passed:
+        raise AssertionError(judgement_text(found))
+    return found
+
+
+def _worst_first(found: "Judgement") -> list["Finding"]:
+    """Failures in the order in which they were seen; without any, what is degraded."""
+    failures = list(found.failures)
+    return failures or [finding for finding in found.findings if finding.status == "degraded"]
+
+
+def _coverage(found: "Judgement") -> list[str]:
+    lines = [found.design] if found.design else []
+    if len(found.findings) < found.planned:
+        why = "stopped after failures" if found.failures else f"{found.minutes:g} minutes were over"
+        lines.append(f"{len(found.findings)} of about {found.planned} checks were asked: {why}")
+    return lines
