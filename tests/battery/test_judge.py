@@ -7,11 +7,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import harness
+from harness.battery.axes import point
 from harness.battery.call import make_call
 from harness.battery.design import covering
 from harness.battery.plan import first_calls, opening
-from harness.battery.steps import Step
-from harness.battery.subject import examinee_of, place_of
+from harness.battery.steps import Step, judge_call
+from harness.battery.subject import adapted, examinee_of, place_of
 from harness.candidate.examinee import InProcess
 from harness.cell.golden import in_float64, outcome, textbook
 from tests.support import python
@@ -67,8 +68,8 @@ def test_right_kernels_pass_the_first_calls(kernel):
 
 
 def test_the_golden_is_sdpas_plain_formula():
-    for point in first_calls():
-        request = in_float64(make_call(point, 5).request)
+    for where in first_calls():
+        request = in_float64(make_call(where, 5).request)
         if request.mode == "autocast":
             continue
         mine = outcome(request, textbook)["out"]
@@ -143,3 +144,20 @@ def test_a_function_of_a_file_is_judged_in_its_own_process():
     assert place_of(sdpa) == f"{__file__}:sdpa"
     assert place_of(WRONG["scale"]) is None
     assert place_of(scaled_dot_product_attention) is None
+
+
+def test_a_bug_of_torch_is_not_held_against_a_kernel():
+    """torch 2.13's fused kernel is wrong where a negative scale meets a causal mask; most queries have no golden."""
+    levels = {
+        "mask": "causal and float",
+        "mask_shape": "(B,1,L,S)",
+        "mask_strides": "expanded",
+        "mask_dtype": "float32",
+    }
+    where = point(34, 2049, 16, 8, groups="2", scale="negative", dtype="bfloat16", values="large", **levels)
+    call = make_call(where, 609958815)
+    assert call.rows is not None
+    finding = judge_call(examinee_of("eager"), call, 609958815)
+    assert finding.status == "ok", finding
+    larger = InProcess(lambda *inputs, **options: 1.1 * adapted("eager")(*inputs, **options), "larger")
+    assert judge_call(larger, call, 609958815).status in ("degraded", "mismatch")
