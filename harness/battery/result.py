@@ -39,8 +39,6 @@ class Judgement:
     seconds: float
     minutes: float
     is_strict: bool = False
-    smallest: Finding | None = None  # the smallest call found that still fails
-    notes: tuple[str, ...] = ()
 
     @property
     def status(self) -> str:

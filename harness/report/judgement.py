@@ -66,8 +66,6 @@ def print_judgement(found: "Judgement", console: Console) -> None:
         say(console, f"              {first_line(finding.reason)}")
     if len(shown) > SHOWN:
         say(console, f"  and {len(shown) - SHOWN} more, see --json")
-    if found.smallest is not None:
-        print_entry(console, ("smallest", "yellow"), first_line(found.smallest.reason), found.smallest.call)
     console.print()
     groups: dict[str, list[Finding]] = {}
     for finding in found.findings:
