@@ -63,7 +63,18 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "value_dim": ("same", "smaller", "larger"),
     "scale": ("none", "given", "1", "above 1", "0", "negative"),
     "mask": ("none", "causal", *(m for m in BOOL_MASKS + FLOAT_MASKS if m not in CAUSAL_MASKS), *CAUSAL_MASKS[1:]),
-    "mask_shape": (NONE, "(B,H,L,S)", "(B,1,L,S)", "(1,H,L,S)", "(1,1,L,S)", "(L,S)", "(B,1,1,S)", "(B,H,1,S)"),
+    "mask_shape": (
+        NONE,
+        "(B,H,L,S)",
+        "(B,1,L,S)",
+        "(1,H,L,S)",
+        "(1,1,L,S)",
+        "(L,S)",
+        "(B,1,1,S)",
+        "(B,H,1,S)",
+        "(H,L,S)",
+        "(B,1,L,1)",
+    ),
     "mask_strides": (NONE, "plain", "expanded", "sliced", "transposed"),
     "mask_dtype": (NONE, "bool", "as q", "float32"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -88,6 +99,8 @@ WEIGHTS: Mapping[str, tuple[int, ...]] = {
 }
 # Rows of a mask that all queries share cannot differ between them.
 BY_KEY_ONLY = ("(B,1,1,S)", "(B,H,1,S)")
+BY_QUERY_ONLY = "(B,1,L,1)"  # all keys of a query alike: what it may say is which queries see nothing
+QUERY_MASKS = ("dead rows", "-inf rows", "float")
 ROW_MASKS = ("band", "dead rows", "-inf rows", "finfo.min rows", "packed", "alibi")
 
 MOST_SCORES = 1 << 22  # B H L S
@@ -173,6 +186,8 @@ def possible(levels: Mapping[str, str]) -> bool:
         if kind == "float32" and dtype in ("float32", "float64"):
             return False  # the first is "as q"; for the second torch 2.13 itself reads the mask as float64
         if mask in ROW_MASKS and shape in BY_KEY_ONLY:
+            return False
+        if shape == BY_QUERY_ONLY and mask not in QUERY_MASKS:
             return False
         if mask == "dead entries" and shape not in ("(B,H,L,S)", "(B,1,L,S)", "(B,1,1,S)", "(B,H,1,S)"):
             return False

@@ -20,6 +20,7 @@ from harness.cell.bare import Held
 
 GROUP = "conduct"
 SAME = point(24, 40, 16, **FEW)
+LATER = 9  # calls during which a result must stay: buffers may be used in turn
 THOUSAND = 1000
 MOST_S = 3.0  # for the thousand calls: a slow kernel makes fewer
 
@@ -35,6 +36,9 @@ def conduct_steps(seed: int) -> list[Step]:
         "two sequences in turn": _in_turn,
         "one query for all": _one_query,
         "no queries, no keys": _nothing,
+        "NaN and inf": _not_finite,
+        "modes of torch": _modes,
+        "threads at once": _at_once,
     }
     steps = [Step(GROUP, name, partial(judge_sequence, calls=calls, seed=seed)) for name, calls in sequences.items()]
     single: dict[str, Callable[..., Finding]] = {
@@ -44,6 +48,7 @@ def conduct_steps(seed: int) -> list[Step]:
         "gradients asked for later": gradients_later,
         "strides of an incoming gradient": incoming_strides,
         "arguments left out": arguments_left_out,
+        "after a call that fails": after_a_failure,
         "a thousand calls": a_thousand_calls,
     }
     return steps + [Step(GROUP, name, partial(run, seed=seed)) for name, run in single.items()]
@@ -93,7 +98,13 @@ def _other_arguments(seed: int) -> list[Call]:
         point(24, 40, 16, dtype="float64", **FEW),
         SAME,
     ]
-    return _calls(points, seed)
+    made = _calls(points, seed)
+    # A mask of the same shape that hides as many keys, but others.
+    masked_call = make_call(point(24, 40, 16, mask="bool", **masked), seed)
+    mask = masked_call.request.mask
+    assert mask is not None
+    turned = replace(masked_call, request=replace(masked_call.request, mask=mask.roll(1, -1)))
+    return [*made, masked_call, turned]
 
 
 def _one_changed(seed: int) -> list[Call]:
@@ -148,6 +159,39 @@ def _nothing(seed: int) -> list[Call]:
     return [replace(call, is_documented=False) for call in _calls(points, seed)]
 
 
+def _not_finite(seed: int) -> list[Call]:
+    """What is attended shows: a NaN of a query in its row, of a key in all that see it, of a value in its channel."""
+    nan, inf, made = float("nan"), float("inf"), []
+    places = (("q", (1, 2, 5, 3), nan), ("k", (0, 1, 7, 2), nan), ("v", (1, 0, 9, 4), nan), ("v", (1, 0, 9, 4), inf))
+    for name, place, number in places:
+        call = make_call(SAME, seed)
+        tensor = getattr(call.request, name).clone()
+        tensor[place] = number
+        words = f"{call.words}, {number} in {name}"
+        made.append(replace(call, words=words, request=replace(call.request, **{name: tensor})))
+    return made
+
+
+def _modes(seed: int) -> list[Call]:
+    """A call may raise where torch has no deterministic algorithm; float64 as the default dtype is nobody's excuse."""
+    points = [
+        point(24, 40, 16, mask=mask, gradients=gradients, **FEW)
+        for mask, gradients in (("none", "qkv"), ("causal", "qkv"), ("right padding", "-"), ("float", "-"))
+    ]
+    return [
+        replace(call, words=f"{call.words}, mode {mode}", is_documented=mode != "deterministic",
+                request=replace(call.request, mode=mode))
+        for mode in ("float64", "deterministic")
+        for call in _calls(points, seed)
+    ]  # fmt: skip
+
+
+def _at_once(seed: int) -> list[Call]:
+    """Each entry of a batch in a Python thread of its own, as a server calls: no workspace may be shared."""
+    points = [point(48, 96, 32, mask=mask, batch="4", kv_heads="2", mode="threads") for mask in ("none", "causal")]
+    return _calls(points * 4, seed)
+
+
 def _asked(examinee: Examinee, request: Request) -> tuple[Reply, Finding | None]:
     """The reply, and what it means if it is no result."""
     beyond = examinee.domain.refusal(request.facts)
@@ -160,7 +204,7 @@ def _asked(examinee: Examinee, request: Request) -> tuple[Reply, Finding | None]
 
 def results_stay(examinee: Examinee, seed: int) -> Finding:
     """What was returned is the caller's: no later call changes it."""
-    words, calls = f"{SAME.words}, held while others are asked", _other_numbers(seed)
+    words, calls = f"{SAME.words}, held while others are asked", _calls([SAME] * (1 + LATER), seed)
     first, problem = _asked(examinee, replace(calls[0].request, hold=True))
     if problem is not None:
         return problem
@@ -254,6 +298,15 @@ def arguments_left_out(examinee: Examinee, seed: int) -> Finding:
     call = make_call(point(24, 40, 16, batch="2", kv_heads="4"), seed)
     words = f"{call.words}, arguments left out"
     return judge_call(examinee, replace(call, words=words, request=replace(call.request, brief=True)), seed)
+
+
+def after_a_failure(examinee: Examinee, seed: int) -> Finding:
+    """A call that cannot be answered (other dims of q and k) leaves nothing behind."""
+    where = point(24, 40, 16, scale="given", **FEW)
+    good, other = make_call(where, seed), make_call(SAME, seed + 1)
+    examinee.ask(replace(good.request, q=good.request.q[..., :-1].contiguous(), scale=3.0))
+    calls = [replace(call, words=f"{call.words}, after a call that fails") for call in (good, other)]
+    return judge_sequence(examinee, lambda _: calls, seed)
 
 
 def a_thousand_calls(examinee: Examinee, seed: int) -> Finding:

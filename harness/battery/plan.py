@@ -10,7 +10,7 @@ from harness.battery.design import Design, by_cost
 from harness.battery.rare import half_steps, rare_steps, traced_steps
 from harness.battery.steps import Step, call_step
 
-GROUPS = ("small calls", "middle calls", "compiled", "large calls")  # in their order, once there is a design
+GROUPS = ("small calls", "compiled", "middle calls", "large calls")  # in their order, once there is a design
 
 
 def first_calls() -> Iterator[Point]:
@@ -26,6 +26,8 @@ def first_calls() -> Iterator[Point]:
     yield point(20, 40, 33, mask="float", gradients="qkvm", **some)
     yield point(16, 48, 16, mask="dead rows", gradients="qkv", **some)
     yield point(16, 48, 16, mask="-inf rows", gradients="qkv", groups="2", **some)
+    yield point(24, 24, 16, mask="dead rows", mask_shape="(B,1,L,1)", **some)
+    yield point(24, 40, 16, mask="bool", mask_shape="(H,L,S)", **some)
     yield point(24, 24, 16, mask="dead entries", batch="4", kv_heads="2", dtype="bfloat16")
     yield point(24, 40, 16, mask="finfo.min", values="garbage", **some)
     yield point(24, 40, 16, mask="finfo.min rows", **some)
@@ -38,6 +40,10 @@ def first_calls() -> Iterator[Point]:
     yield point(31, 31, 16, layout="channels", mode="autocast", **some)
     yield point(9, 600, 16, layout="steps", mode="thread", mask="causal", **some)
     yield point(300, 300, 16, mask="causal", kv_heads="12")
+    yield point(300, 300, 8, mask="causal", dtype="bfloat16", batch="1", kv_heads="1")
+    yield point(1, 40, 16, mask="causal", **some)
+    yield point(24, 40, 64, scale="negative", values="large", **some)
+    yield point(32, 32, 64, values="large", dtype="float16", **some)
     yield point(5, 2100, 8, kv_heads="1", groups="8")
 
 
@@ -54,10 +60,24 @@ def big_calls() -> Iterator[Point]:
     yield point(256, 256, 192, 128, kv_heads="3", batch="2", mask="causal", gradients="qkv", dtype="bfloat16")
 
 
+def extreme_calls() -> Iterator[Point]:
+    """Sizes beyond what an index, a grid or a table was made for, each of them cheap in all others."""
+    yield point(3, 5, 8, kv_heads="300")
+    yield point(3, 5, 8, batch="300")
+    yield point(5, 17, 320, batch="2", kv_heads="2")
+    yield point(5, 17, 16, 520, batch="2", kv_heads="2", gradients="qkv")
+    yield point(9, 9, 1, batch="2", kv_heads="2", mask="causal")
+    yield point(2, 70001, 8)
+    yield point(2100, 2100, 8, mask="causal", dtype="float16")
+    yield point(70001, 3, 8)
+    yield point(1, 3, 8, batch="1100", kv_heads="64")
+
+
 def opening(seed: int) -> list[Step]:
     """What is asked before the design is made."""
     first = [call_step("first calls", each, seed) for each in first_calls()]
-    return [*first, *conduct_steps(seed), *half_steps(seed), *rare_steps(seed)]
+    extreme = [call_step("extreme sizes", each, seed) for each in extreme_calls()]
+    return [*first, *conduct_steps(seed), *half_steps(seed), *rare_steps(seed), *extreme]
 
 
 def remainder(design: Design, seed: int, *, is_first: bool) -> list[Step]:

@@ -64,7 +64,7 @@ def traced_steps(seed: int) -> list[Step]:
     """Late: the compiler's import alone takes seconds."""
     points = [
         point(33, 33, 16, mask="causal", mode="compile", **FEW),
-        point(17, 40, 16, mask="bool", mode="compile", **FEW),
+        point(17, 40, 16, mask="bool", scale="given", mode="compile", **FEW),
     ]
     return [Step(TRACED, "torch.compile", partial(judge_traced, each, seed)) for each in points]
 

@@ -3,8 +3,9 @@
 import functools
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ def compiled(function: Function) -> Function:
 def compute(function: Function, request: Request) -> dict[str, Tensor]:
     """Everything that is asked for, by name. What the kernel raises goes to the caller."""
     if request.mode == "thread":
-        return _in_thread(function, request)
+        return {"out": _in_threads(function, [request])[0]}
+    if request.mode == "threads":
+        entries = range(request.q.shape[0])
+        return {"out": torch.cat(_in_threads(function, [_entry(request, entry) for entry in entries]))}
     if request.mode == "compile":
         function = compiled(function)
     out, leaves = call(function, request)
@@ -148,26 +152,48 @@ def _mode(mode: str) -> Iterator[None]:
     elif mode == "autocast":
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             yield
+    elif mode == "deterministic":
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+    elif mode == "float64":
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
     else:
         with torch.set_grad_enabled(mode == "grad"):
             yield
 
 
-def _in_thread(function: Function, request: Request) -> dict[str, Tensor]:
-    """In another Python thread: what torch keeps for each thread (grad mode, its own) is new there."""
-    results: list[dict[str, Tensor]] = []
-    failures: list[BaseException] = []
+def _entry(request: Request, entry: int) -> Request:
+    """One entry of a batch."""
+    own: dict[str, Any] = {name: t[entry : entry + 1] for name, t in request.tensors.items() if len(t) > 1}
+    return replace(request, **own)
 
-    def work() -> None:
+
+def _in_threads(function: Function, requests: Sequence[Request]) -> list[Tensor]:
+    """Each in a Python thread of its own, all at once: what torch keeps for each thread (grad mode, its own) is new."""
+    results: dict[int, Tensor] = {}
+    failures: list[BaseException] = []
+    start = threading.Barrier(len(requests))
+
+    def work(number: int) -> None:
         try:
+            start.wait()
             with torch.no_grad():
-                results.append({"out": call(function, request)[0].detach()})
+                results[number] = call(function, requests[number])[0].detach()
         except BaseException as failure:
             failures.append(failure)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if failures:
         raise failures[0]
-    return results[0]
+    return [results[number] for number in range(len(requests))]

@@ -62,7 +62,8 @@ class Processes:
         atexit.register(self.stop)
 
     def of(self, kernel: str | None, digest: str | None = None, allowed: int | None = None) -> Process:
-        """`digest` is of the file that the kernel is in: another content is another kernel."""
+        """`digest` is of the file that the kernel is in: another content is another kernel. Without a kernel it is what
+        the process is for."""
         key = (kernel, digest, allowed)
         process = self._known.pop(key, None) or Process(kernel, allowed=allowed, echo=True, zygote=self.zygote)
         self._known[key] = process
@@ -80,9 +81,9 @@ class Processes:
 PROCESSES = Processes()
 
 
-def reference_process() -> Process:
-    """One that loads nobody's code, for what is timed beside a user's kernel."""
-    return PROCESSES.of(None)
+def trusted_process(purpose: str) -> Process:
+    """One that loads nobody's code, for what is timed beside a user's kernel: the reference, the packing."""
+    return PROCESSES.of(None, purpose)
 
 
 class _Runner:

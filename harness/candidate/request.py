@@ -7,8 +7,10 @@ from torch import Tensor
 
 from harness.kernels.domain import CallFacts
 
-# How the call is made; `grad` is the only one in which gradients can be asked for.
-MODES = ("no_grad", "grad", "inference", "autocast", "compile", "thread")
+# How the call is made; gradients can be asked for in `grad`, `deterministic` and `float64`.
+# thread: in another Python thread; threads: each batch entry in one of its own, all at once; float64: torch's default
+# dtype is that; deterministic: torch's deterministic algorithms.
+MODES = ("no_grad", "grad", "inference", "autocast", "compile", "thread", "threads", "float64", "deterministic")
 DIFFERENTIABLE = ("q", "k", "v", "mask")
 
 

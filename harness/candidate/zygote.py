@@ -8,7 +8,9 @@ import gc
 import os
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 FORK, ASK = b"F", b"A"
@@ -107,6 +109,11 @@ def _become_kernel(handles: Sequence[int], parent: int) -> None:
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         os.close(printed)
+        # Of their own: those that were there may stand for a file, whose place in it a pipe has not.
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         run(channel, inputs, outputs, parent)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(1)

@@ -3,20 +3,100 @@
 The reference runs in such a process too, in which nobody's code was ever loaded: both sides pay the same way there and
 back. A sample ends when every element of every result lies in the judge's memory. Of the results some are chosen at
 random afterwards, to be judged: a kernel that does less while it is timed is wrong.
+
+A kernel in a layout of its own is called through packing that is not its work. What that costs is timed beside both,
+where nobody's code is, and taken off: a kernel that could say when to stop the clock would.
 """
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from harness.candidate.client import Process
+from harness.cell.build import Pair
 from harness.cell.side import Subject
+from harness.kernels.call import AttentionCall
+from harness.kernels.layouts import find_layout
+from harness.kernels.layouts.layout import SdpaCall
+from harness.kernels.plugin import sdpa_arguments
 
 SAMPLE_S = 4e-3  # a sample lasts about this long: beside it the way there and back, some 0.1 ms, is little
 JUDGED = 2  # timed calls of a cell that are judged
+LEAST_OWN = 0.01  # of a sample is the kernel's, however much of it packing seems to take
 chance = random.SystemRandom()  # the kernel may know every seed of ours
+
+
+class Installed(Protocol):
+    """What a process can install and call: a Subject, or Packing."""
+
+    @property
+    def example(self) -> Tensor: ...
+
+    def warm_up(self) -> None: ...
+
+    def call(self, x: Tensor) -> dict[str, Tensor]: ...
+
+
+@dataclass
+class Packing:
+    """What the layout alone does in one call of a side: inputs into its form, a result back, and both ways for
+    gradients. It never sees the kernel.
+    """
+
+    layout: str
+    calls: tuple[SdpaCall, ...]  # that the side makes
+    differentiates: bool
+
+    @classmethod
+    def of(cls, pair: Pair, subject: Subject, layout: str) -> "Packing":
+        """As the calls of this subject are; it is called here, once."""
+        heard: list[SdpaCall] = []
+        kernel = pair.watch.kernel
+
+        def listen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+            heard.append(SdpaCall(q.detach(), k.detach(), v.detach(), **sdpa_arguments(q, k, v, call)))
+            return kernel.run(q, k, v, call)
+
+        pair.watch.kernel = replace(kernel, run=listen)
+        try:
+            subject.warm_up()  # it ends with such a call
+            last = heard[-1:] if subject.phase == "decode" else heard
+        finally:
+            pair.watch.kernel = kernel
+        return cls(layout, tuple(last), subject.phase == "train")
+
+    @property
+    def example(self) -> Tensor:
+        return torch.zeros(1)
+
+    def warm_up(self) -> None:
+        self.call(self.example)
+
+    def call(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.set_grad_enabled(self.differentiates):
+            for each in self.calls:
+                self._pack(each)
+        return {"out": x}
+
+    def _pack(self, call: SdpaCall) -> None:
+        layout = find_layout(self.layout)
+        if self.differentiates:
+            call = replace(call, **{name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v")})
+        own = layout.prepare(call)
+        result = torch.zeros(own.shape, dtype=call.q.dtype, requires_grad=self.differentiates)
+        outputs = [layout.restore(result, own.memo), *(t for t in own.args if isinstance(t, Tensor))]
+        if self.differentiates:
+            outputs = [t for t in outputs if t.requires_grad]
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def without(packing: Sequence[float], samples: Sequence[float]) -> list[float]:
+    """Samples less what packing took in the same block."""
+    return [max(sample - packed, LEAST_OWN * sample) for sample, packed in zip(samples, packing, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -32,7 +112,7 @@ class Apart:
     """A side as `interleave` samples it."""
 
     process: Process
-    subject: Subject
+    subject: Installed
     kept: list[TimedResult] = field(default_factory=list)
     samples: int = 0
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from harness.candidate.client import Process
-from harness.candidate.isolated import KernelFailed, reference_process
+from harness.candidate.isolated import KernelFailed, trusted_process
 from harness.case import HALF, Case
 from harness.cell import apart, record_of
-from harness.cell.apart import Apart
+from harness.cell.apart import Apart, Packing
 from harness.cell.approximate import DENSE, Approximation, approximate
 from harness.cell.build import Pair, build_pair
 from harness.cell.peak import peak_bytes
@@ -22,6 +22,7 @@ from harness.cell.rule import Equivalence, TensorVerdict, worst_of
 from harness.cell.side import Side, Subject, run_steps
 from harness.cell.timing import SAMPLE_S, Stopwatch, Timed, interleave, paired_ratio
 from harness.kernels.call import ContractBroken, Kernel
+from harness.kernels.domain import PLAIN
 from harness.kernels.front import find_kernel
 from harness.kernels.plugin import told
 from harness.record import EQUAL_STATUSES, Record
@@ -192,15 +193,26 @@ def _time_apart(
     pair: Pair, process: Process, timing: Timing, seed: int, stopwatch: Stopwatch
 ) -> tuple[dict[str, Any], list[TensorVerdict]]:
     """Both sides in processes of their own; and verdicts on some of the timed calls."""
-    candidate = Apart(process, subject_of(pair, pair.candidate, seed))
-    beside = reference_process()
-    beside.begin(torch.get_num_threads())
-    reference = Apart(beside, subject_of(pair, pair.reference, seed))
+    subject, layout = subject_of(pair, pair.candidate, seed), process.domain.layout
+    candidate = Apart(process, subject)
+    sides = {"candidate": candidate, "reference": Apart(_beside("reference"), subject_of(pair, pair.reference, seed))}
+    if layout != PLAIN:
+        packing = Packing.of(pair, subject_of(pair, pair.candidate, seed), layout)
+        sides["packing"] = Apart(_beside("packing"), packing)
     with stopwatch.running():
-        samples = _samples({"candidate": candidate, "reference": reference}, timing, seed, sample_s=apart.SAMPLE_S)
+        samples = _samples(sides, timing, seed, sample_s=apart.SAMPLE_S)
         peak = process.peak(candidate.fresh())
-    verdicts = [v for result in candidate.kept for v in judge_timed(pair, candidate.subject, result, seed=seed)]
+    if "packing" in samples:
+        samples["candidate"] = apart.without(samples["packing"], samples["candidate"])
+    verdicts = [v for result in candidate.kept for v in judge_timed(pair, subject, result, seed=seed)]
     return _speed_columns(samples, peak, seed), verdicts
+
+
+def _beside(purpose: str) -> Process:
+    """Ready for something of ours that is timed beside a user's kernel."""
+    process = trusted_process(purpose)
+    process.begin(torch.get_num_threads())
+    return process
 
 
 def _time_approximate(

@@ -15,6 +15,7 @@ from harness.registry import nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE = "__harness_domain__"  # where a function carries its own
+PLAIN = "bhld"  # SDPA's own layout, which takes no packing
 MASK_KINDS = ("none", "bool", "float", "causal")
 
 
@@ -58,7 +59,7 @@ class CallFacts:
 class Domain:
     """None: no limit of that kind. Lists become tuples; what is none of the known limits raises BadDomain."""
 
-    layout: str = "bhld"  # what the function's own arguments look like: one of `kernels.layouts`
+    layout: str = PLAIN  # what the function's own arguments look like: one of `kernels.layouts`
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None  # D, and with it D_v
     max_keys: int | None = None

@@ -1,5 +1,6 @@
 """What no single call shows: for each check a kernel that only breaks that, and a right one that passes all."""
 
+import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -303,6 +304,44 @@ def takes_one_for_symmetric(q, k, v, *rest, **options):
     return right(q, k, v, *rest, **options) * (1.01 if k is v else 1.0)
 
 
+def hides_nan(q, k, v, *rest, **options):
+    return right(q.nan_to_num(), k.nan_to_num(), v, *rest, **options)
+
+
+def follows_the_default_dtype(q, k, v, *rest, **options):
+    return right(q, k, v, *rest, **options).to(torch.promote_types(torch.get_default_dtype(), q.dtype))
+
+
+def wrong_when_deterministic(q, k, v, *rest, **options):
+    return right(q, k, v, *rest, **options) * (1.01 if torch.are_deterministic_algorithms_enabled() else 1.0)
+
+
+def shared_workspace() -> Kernel:
+    """Safe as long as one call ends before the next begins."""
+    place: dict[str, Tensor] = {}
+
+    def kernel(q, k, v, *rest, **options):
+        if not torch.is_grad_enabled():
+            place["keys"] = k.clone()
+            time.sleep(1e-3)  # what a real kernel does in between
+            k = place["keys"] if place["keys"].shape == k.shape else k
+        return right(q, k, v, *rest, **options)
+
+    return kernel
+
+
+def keeps_the_scale_of_a_failure() -> Kernel:
+    left: list[float] = []
+
+    def kernel(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        left.append(q.shape[-1] ** -0.5 if scale is None else scale)
+        out = right(q, k, v, attn_mask, dropout_p, is_causal, left[0], enable_gqa)
+        left.clear()
+        return out
+
+    return kernel
+
+
 BROKEN: dict[str, tuple[Callable[[], Kernel], str]] = {
     "cached by shape": (cached_by_shape, "same shape, other numbers"),
     "mask cached by shape": (mask_cached_by_shape, "same shape, other arguments"),
@@ -314,6 +353,11 @@ BROKEN: dict[str, tuple[Callable[[], Kernel], str]] = {
     "reused buffer": (reused_buffer, "results stay"),
     "converts a mask once": (converts_a_mask_once, "inputs changed in place"),
     "symmetric": (lambda: takes_one_for_symmetric, "one tensor as several inputs"),
+    "hides NaN": (lambda: hides_nan, "NaN and inf"),
+    "follows the default dtype": (lambda: follows_the_default_dtype, "modes of torch"),
+    "wrong when deterministic": (lambda: wrong_when_deterministic, "modes of torch"),
+    "shared workspace": (shared_workspace, "threads at once"),
+    "keeps the scale of a failure": (keeps_the_scale_of_a_failure, "after a call that fails"),
     "same for all tiles": (with_dropout(same_for_all_tiles), "dropout"),
     "saves in one place": (saves_in_one_place, "gradients asked for later"),
     "needs dense gradients": (needs_dense_gradients, "strides of an incoming gradient"),

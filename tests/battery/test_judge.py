@@ -10,10 +10,11 @@ import harness
 from harness.battery.axes import point
 from harness.battery.call import make_call
 from harness.battery.design import covering
-from harness.battery.plan import first_calls, opening
+from harness.battery.plan import extreme_calls, first_calls, opening
 from harness.battery.steps import Step, judge_call
 from harness.battery.subject import adapted, examinee_of, place_of
 from harness.candidate.examinee import InProcess
+from harness.cell.bare import Held
 from harness.cell.golden import in_float64, outcome, textbook
 from tests.support import python
 
@@ -144,6 +145,47 @@ def test_a_function_of_a_file_is_judged_in_its_own_process():
     assert place_of(sdpa) == f"{__file__}:sdpa"
     assert place_of(WRONG["scale"]) is None
     assert place_of(scaled_dot_product_attention) is None
+
+
+LIMITED = {  # what a kernel has room for, and where that ends
+    "S": (65536, lambda q, k: k.shape[2]),
+    "L": (65536, lambda q, k: q.shape[2]),
+    "B H": (65535, lambda q, k: q.shape[0] * q.shape[1]),
+    "H": (256, lambda q, k: q.shape[1]),
+    "B": (256, lambda q, k: q.shape[0]),
+    "D": (256, lambda q, k: q.shape[3]),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_sizes_beyond_every_table_are_asked(name):
+    limit, size_of = LIMITED[name]
+
+    def limited(q, k, v, **options):
+        return sdpa(q, k, v, **options) * (1.01 if size_of(q, k) > limit else 1.0)
+
+    found = [judge_call(InProcess(limited, name), make_call(each, 5), 5).status for each in extreme_calls()]
+    assert "mismatch" in found and "ok" in found
+
+
+def test_queries_that_depart_from_torch_get_a_golden():
+    """torch's answer is made wrong in most queries: a right kernel passes, and one that is as wrong as torch does not
+    pass where it differs from it."""
+    call = make_call(point(600, 600, 16, mask="causal", batch="2", kv_heads="2"), 5)
+    assert call.rows is not None
+    held = Held.of(call.request, torch.Generator().manual_seed(0), rows=call.rows)
+    assert held.whole is not None
+    right = sdpa(call.request.q, call.request.k, call.request.v, is_causal=True)
+    departing = [i for i in range(600) if i not in call.rows.tolist()][:3]
+    held.whole[:, :, departing] += 0.1
+    assert {verdict.status for verdict in held.judge({"out": right})} == {"ok"}
+    wrong = right.clone()
+    wrong[:, :, departing[0]] += 0.05
+    assert "mismatch" in {verdict.status for verdict in held.judge({"out": wrong})}
+    hidden = [i for i in range(600) if i not in call.rows.tolist()][-1]
+    wrong = right.clone()
+    wrong[1, 1, hidden, 3] += 0.01
+    assert "mismatch" in {verdict.status for verdict in held.judge({"out": wrong})}
 
 
 def test_a_bug_of_torch_is_not_held_against_a_kernel():

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from harness.kernels.call import ContractBroken, Unsupported
-from harness.kernels.domain import ATTRIBUTE, Domain, domain_of
+from harness.kernels.domain import ATTRIBUTE, PLAIN, Domain, domain_of
 from harness.kernels.layouts import find_layout
 
 
@@ -73,7 +73,7 @@ class Adapted:
 
 def adapt(function: Callable[..., Any], domain: Domain | None = None) -> Callable[..., Any]:
     """With SDPA's signature, whatever its layout; `domain` is given where the function itself does not declare it."""
-    if isinstance(function, Adapted) or (domain is None and domain_of(function).layout == "bhld"):
+    if isinstance(function, Adapted) or (domain is None and domain_of(function).layout == PLAIN):
         return function
     domain = domain_of(function) if domain is None else domain
     return Adapted(function, find_layout(domain.layout), domain)
