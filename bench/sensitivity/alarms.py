@@ -1,9 +1,16 @@
-"""False alarms: the honest kernels over a grid of small cells. Every run must be ok.
+"""False alarms: correct kernels over a grid of cells. Every run must be ok.
 
-`python -m bench.sensitivity.alarms [SEEDS [PROCESSES]]` runs it.
+python -m bench.sensitivity.alarms [--seeds N] [--processes N] [--config FILE] [--exam [--sample N]]
+
+The kernels are those of honest.py over a grid of small cells; `--exam`: those of bench/exam/right, whose author had not
+seen the judge; `--config`: another grid.
 """
 
+import argparse
+import functools
+import importlib
 import multiprocessing
+import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +22,12 @@ from typing import Any
 import pandas as pd
 import torch
 
+from bench.exam_score import PAPERS, kernels_of
 from bench.sensitivity.honest import HONEST
 from harness.case import Case
 from harness.cell.rule import SEVERITY, Equivalence
-from harness.kernels.call import ContractBroken, Kernel, Unsupported
+from harness.kernels.call import ContractBroken, Kernel
+from harness.kernels.plugin import from_function
 from harness.mutants.study import StudiedCell
 from harness.suite.config import load_suite
 from harness.suite.schema import REGIMES
@@ -66,6 +75,7 @@ GRID: Mapping[str, Any] = {
 # relative error; the usual way subtracts the largest score first, which is exact, and rounds at 1. So where logits are
 # large this kernel really is worse than its reference, which is what `degraded` means.
 EXPECTED_DEGRADED = frozenset({"log_space"})
+OF_THE_EXAM = "exam:"
 
 
 @dataclass(frozen=True)
@@ -91,15 +101,21 @@ class Run:
 def alarms(
     seeds: Sequence[int] = (0,),
     *,
-    config: Mapping[str, Any] = GRID,
-    kernels: Sequence[Kernel] | None = None,
+    config: Mapping[str, Any] | str = GRID,
+    kernels: Sequence[Kernel | str] | None = None,
     processes: int = 1,
 ) -> pd.DataFrame:
-    """One row per (kernel, cell, seed); `expected` marks what `EXPECTED_DEGRADED` explains."""
+    """One row per (kernel, cell, seed); `expected` marks what `EXPECTED_DEGRADED` explains.
+
+    `kernels`: by themselves, names of honest ones, or `exam:NAME`; None: all honest ones.
+    """
     cells = list(product(load_suite(config).cases, seeds))
     chosen = None if kernels is None else tuple(kernels)
     if processes == 1:
-        found = [_cell_runs(case, seed, chosen) for case, seed in cells]
+        found = []
+        for number, (case, seed) in enumerate(cells, start=1):
+            found.append(_cell_runs(case, seed, chosen))
+            _tell(number, len(cells))
     else:
         context = multiprocessing.get_context("spawn")  # a forked torch waits for threads that it does not have
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
@@ -120,11 +136,36 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     return counts.reindex(list(dict.fromkeys(runs["kernel"])))
 
 
-def _cell_runs(case: Case, seed: int, kernels: Sequence[Kernel] | None) -> list[Run]:
+def _tell(done: int, of: int) -> None:
+    if sys.stderr.isatty() or done % 20 == 0:
+        print(f"{done} of {of} cells", file=sys.stderr, flush=True)
+
+
+def _cell_runs(case: Case, seed: int, kernels: Sequence[Kernel | str] | None) -> list[Run]:
     torch.set_num_threads(1)
-    kernels = [HONEST[name] for name in HONEST] if kernels is None else kernels
     cell = StudiedCell(case, seed=seed, regimes=REGIMES)
-    return [_run(cell, seed, kernel) for kernel in kernels]
+    return [_run(cell, seed, _kernel(each)) for each in (HONEST if kernels is None else kernels)]
+
+
+@functools.cache
+def _kernel(name: Kernel | str) -> Kernel:
+    if isinstance(name, Kernel):
+        return name
+    if not name.startswith(OF_THE_EXAM):
+        return HONEST[name]
+    sys.path.insert(0, str(PAPERS))
+    try:
+        module, _, function = _specs()[name.removeprefix(OF_THE_EXAM)].partition(":")
+        return from_function(
+            getattr(importlib.import_module(module), function), name, shielded=False, origin="bench/exam"
+        )
+    finally:
+        sys.path.remove(str(PAPERS))
+
+
+@functools.cache
+def _specs() -> dict[str, str]:
+    return {kernel.name: kernel.spec for kernel in kernels_of("right")}
 
 
 def _run(cell: StudiedCell, seed: int, kernel: Kernel) -> Run:
@@ -132,7 +173,7 @@ def _run(cell: StudiedCell, seed: int, kernel: Kernel) -> Run:
     blank = Run(kernel.name, case.case_id, case.variant, case.mask, case.phase, case.dtype, seed, "unsupported")
     try:
         equivalence = Equivalence(tuple(cell.examine(cell.pair_with(kernel))))
-    except Unsupported as refusal:
+    except NotImplementedError as refusal:  # Unsupported, or in a kernel's own words
         return replace(blank, reason=str(refusal))
     except ContractBroken as broken:
         return replace(blank, status="mismatch", reason=str(broken))
@@ -147,14 +188,24 @@ def _run(cell: StudiedCell, seed: int, kernel: Kernel) -> Run:
     )
 
 
-def main(seeds: int = 1, processes: int = 2) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1, help="of the cells' numbers (1)")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--config", default=None, help="a grid; default: one of small cells")
+    parser.add_argument("--exam", action="store_true", help="the right kernels of bench/exam")
+    parser.add_argument("--sample", type=int, help="so many of them, at random")
+    options = parser.parse_args()
+    names = [f"{OF_THE_EXAM}{name}" for name in _specs()] if options.exam else list(HONEST)
+    if options.sample is not None:
+        names = random.Random(0).sample(names, options.sample)
     started = time.perf_counter()
-    runs = alarms(range(seeds), processes=processes)
+    runs = alarms(range(options.seeds), config=options.config or GRID, kernels=names, processes=options.processes)
     judged = runs[runs["status"] != "unsupported"]
     wrong = false_alarms(runs)
     print(summary(runs).to_string(float_format="{:.2f}".format))
     kernels, cells = judged["kernel"].nunique(), judged["case_id"].nunique()
-    print(f"\n{len(judged)} runs: {kernels} correct kernels, {cells} cells, {seeds} seeds")
+    print(f"\n{len(judged)} runs: {kernels} correct kernels, {cells} cells, {options.seeds} seeds")
     print(f"{runs['expected'].sum()} degraded as expected, {len(wrong)} false alarms")
     print(f"{time.perf_counter() - started:.0f} s")
     shown = ["kernel", "case_id", "seed", "status", "err_ratio", "tensor", "regime", "reason"]
@@ -163,4 +214,4 @@ def main(seeds: int = 1, processes: int = 2) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main())

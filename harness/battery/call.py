@@ -44,10 +44,8 @@ def make_call(point: Point, seed: int) -> Call:
     if point["values"] == "garbage":
         k, v = _with_garbage(k, v, allowed)
     tensors = {name: t.to(dtype) for name, t in (("q", q), ("k", k), ("v", v))}
-    placed = {
-        name: t if name == "q" and point["layout"] in ("expanded", "shared heads") else arranged(t, point["layout"])
-        for name, t in tensors.items()
-    }
+    alike = ("k", "v") if point["layout"] in ("expanded", "shared heads") else ("q", "k", "v")
+    placed = {name: arranged(t, point["layout"]) if name in alike else t for name, t in tensors.items()}
     if mask is not None:
         mask = arranged_mask(mask, point["mask_strides"], (point.B, point.H, point.L, point.S))
     drawn = float(torch.rand((), generator=generator))

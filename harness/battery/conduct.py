@@ -35,7 +35,9 @@ def conduct_steps(seed: int) -> list[Step]:
         "large and small in turn": _shrinking,
         "two sequences in turn": _in_turn,
         "one query for all": _one_query,
+        "strides of one input": _one_arranged,
         "no queries, no keys": _nothing,
+        "all hidden": _all_hidden,
         "NaN and inf": _not_finite,
         "modes of torch": _modes,
         "threads at once": _at_once,
@@ -153,6 +155,32 @@ def _one_query(seed: int) -> list[Call]:
     ]
 
 
+def _one_arranged(seed: int) -> list[Call]:
+    """One of q, k and v as a view of another kind than the other two: keys of a cache, values of a packed product."""
+    made = []
+    for name in ("q", "k", "v"):
+        for layout in ("heads last", "longer", "channels", "columns"):
+            call = make_call(SAME, seed)
+            view: Any = {name: arranged(getattr(call.request, name), layout)}
+            words = f"{call.words}, {name} alone {layout}"
+            made.append(replace(call, words=words, request=replace(call.request, **view)))
+    return made
+
+
+def _all_hidden(seed: int) -> list[Call]:
+    """A mask that hides every key from every query: 0, and nothing else is touched."""
+    made = []
+    for kind, number in (("bool", False), ("float", float("-inf"))):
+        call = make_call(point(24, 40, 16, mask=kind, mask_shape="(B,1,L,S)", gradients="qkv", **FEW), seed)
+        mask = call.request.mask
+        assert mask is not None
+        words, hidden = f"{call.words}, all hidden", torch.full_like(mask, number)
+        made.append(replace(call, words=words, request=replace(call.request, mask=hidden)))
+        without = replace(call.request, mask=hidden, gradients=(), cotangent=None, mode="no_grad")
+        made.append(replace(call, words=f"{words}, no gradients", request=without))
+    return made
+
+
 def _nothing(seed: int) -> list[Call]:
     """No queries, or no keys, are answered by torch: nothing, and zeros. A kernel may as well refuse."""
     points = [point(0, 7, 16, **FEW), point(7, 0, 16, **FEW)]
@@ -165,10 +193,10 @@ def _not_finite(seed: int) -> list[Call]:
     places = (("q", (1, 2, 5, 3), nan), ("k", (0, 1, 7, 2), nan), ("v", (1, 0, 9, 4), nan), ("v", (1, 0, 9, 4), inf))
     for name, place, number in places:
         call = make_call(SAME, seed)
-        tensor = getattr(call.request, name).clone()
-        tensor[place] = number
+        changed: Any = {name: getattr(call.request, name).clone()}
+        changed[name][place] = number
         words = f"{call.words}, {number} in {name}"
-        made.append(replace(call, words=words, request=replace(call.request, **{name: tensor})))
+        made.append(replace(call, words=words, request=replace(call.request, **changed)))
     return made
 
 
@@ -236,16 +264,22 @@ def one_tensor(examinee: Examinee, seed: int) -> Finding:
     """Self-attention without projections: q, k and v are one object; or k and v are, as in latent attention."""
     square = make_call(point(40, 40, 16, batch="2", kv_heads="3"), seed)
     q = square.request.q
+    cotangent = torch.randn(q.shape, generator=generator_of(seed, "tied"))
+    with_gradient = {"mode": "grad", "cotangent": cotangent}
     ties: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         (("q", "k", "v"), {"k": q, "v": q}),
         (("q", "k"), {"k": q}),
         (("k", "v"), {"v": square.request.k}),
         (("q", "k"), {"k": q, "is_causal": True}),
+        # With the gradient of that one tensor, which is the sum of all that it stands for.
+        (("k", "v"), {"v": square.request.k, "gradients": ("k",), **with_gradient}),
+        (("q", "k", "v"), {"k": q, "v": q, "gradients": ("q",), **with_gradient}),
     ]
     calls = [
-        Call(f"{square.words}, {' is '.join(tied)}", replace(square.request, tied=tied, **same), square.rows)
+        Call(f"{square.words}, {' is '.join(tied)}{', gradient of it' if 'gradients' in same else ''}",
+             replace(square.request, tied=tied, **same), None)
         for tied, same in ties
-    ]
+    ]  # fmt: skip
     return judge_sequence(examinee, lambda _: calls, seed)
 
 

@@ -22,6 +22,13 @@ OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough 
 PACKAGE = str(Path(__file__).parents[1])
 
 
+# Modes that are a setting of torch's: how to read and write it, and what it is during the call and else.
+SWITCHED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any, Any]] = {
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True, False),
+    "float64": (torch.get_default_dtype, torch.set_default_dtype, torch.float64, torch.float32),
+}
+
+
 class NotATensor(Exception):
     """What the kernel returned cannot be read as it is."""
 
@@ -152,18 +159,15 @@ def _mode(mode: str) -> Iterator[None]:
     elif mode == "autocast":
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             yield
-    elif mode == "deterministic":
-        torch.use_deterministic_algorithms(True)
+    elif mode in SWITCHED:
+        read, write, during, after = SWITCHED[mode]
+        write(during)
         try:
             yield
+            if read() != during:
+                raise ContractBroken(f"kernel left {mode} switched off")
         finally:
-            torch.use_deterministic_algorithms(False)
-    elif mode == "float64":
-        torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(torch.float32)
+            write(after)
     else:
         with torch.set_grad_enabled(mode == "grad"):
             yield

@@ -180,7 +180,8 @@ def outcome(problem: Problem, run: Callable[[Problem], Tensor]) -> dict[str, Ten
             leaves: dict[str, Any] = {
                 name: problem.tensors[name].detach().requires_grad_() for name in problem.gradients
             }
-            out = run(replace(problem, **leaves))
+            tied = {name: leaves[problem.tied[0]] for name in problem.tied if problem.tied[0] in leaves}
+            out = run(replace(problem, **leaves | tied))
             along = tuple(d.to(leaf.dtype) for d, leaf in zip(problem.directions, leaves.values(), strict=False))
             return {"out": out.detach()} | derivatives(out, leaves, problem.cotangent.to(out.dtype), along)
 
@@ -208,7 +209,12 @@ def uncancelled(problem: Problem, dropped: Tensor | None = None) -> dict[str, Te
         "v": lambda: of_groups((weights * factor).mT @ cotangent.abs()),
         "mask": lambda: terms.sum_to_size(problem.tensors["mask"].shape),
     }
-    return {f"grad {name}": made[name]() for name in problem.gradients}
+    found = {f"grad {name}": made[name]() for name in problem.gradients}
+    if (
+        problem.tied and (first := f"grad {problem.tied[0]}") in found
+    ):  # of one tensor that is several inputs: their sum
+        found[first] = torch.stack([made[name]() for name in problem.tied]).sum(0)
+    return found
 
 
 def lost_rows(problem: Problem) -> Tensor | None:

@@ -304,6 +304,40 @@ def takes_one_for_symmetric(q, k, v, *rest, **options):
     return right(q, k, v, *rest, **options) * (1.01 if k is v else 1.0)
 
 
+def takes_the_strides_of_queries(q, k, v, *rest, **options):
+    if k.stride()[:2] + k.stride()[3:] != v.stride()[:2] + v.stride()[3:] and k.shape == v.shape:
+        k = k.flip(2)
+    return right(q, k, v, *rest, **options)
+
+
+class OneGradient(torch.autograd.Function):
+    """Twice the same tensor, of which it hands back one gradient."""
+
+    @staticmethod
+    def forward(ctx, k):
+        return k.clone(), k.clone()
+
+    @staticmethod
+    def backward(ctx, of_k, of_v):
+        return of_k
+
+
+def forgets_a_gradient(q, k, v, *rest, **options):
+    k, v = OneGradient.apply(k) if k is v else (k, v)
+    return right(q, k, v, *rest, **options)
+
+
+def switches_determinism_off(q, k, v, *rest, **options):
+    torch.use_deterministic_algorithms(False)
+    return right(q, k, v, *rest, **options)
+
+
+def writes_zeros_into_queries(q, k, v, attn_mask=None, *rest, **options):
+    if attn_mask is not None and attn_mask.dtype == torch.bool and not attn_mask.any():
+        return q.detach().zero_()
+    return right(q, k, v, attn_mask, *rest, **options)
+
+
 def hides_nan(q, k, v, *rest, **options):
     return right(q.nan_to_num(), k.nan_to_num(), v, *rest, **options)
 
@@ -353,6 +387,10 @@ BROKEN: dict[str, tuple[Callable[[], Kernel], str]] = {
     "reused buffer": (reused_buffer, "results stay"),
     "converts a mask once": (converts_a_mask_once, "inputs changed in place"),
     "symmetric": (lambda: takes_one_for_symmetric, "one tensor as several inputs"),
+    "strides of queries": (lambda: takes_the_strides_of_queries, "strides of one input"),
+    "forgets a gradient": (lambda: forgets_a_gradient, "one tensor as several inputs"),
+    "switches determinism off": (lambda: switches_determinism_off, "modes of torch"),
+    "writes zeros into queries": (lambda: writes_zeros_into_queries, "all hidden"),
     "hides NaN": (lambda: hides_nan, "NaN and inf"),
     "follows the default dtype": (lambda: follows_the_default_dtype, "modes of torch"),
     "wrong when deterministic": (lambda: wrong_when_deterministic, "modes of torch"),

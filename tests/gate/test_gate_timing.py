@@ -1,6 +1,7 @@
 """The gate's timing part without a clock: samples are simulated, so that what is true of them is known."""
 
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -500,8 +501,6 @@ TWINS = [("base", 0), ("base", 1), ("head", 0)]
 
 
 def sampler(crew: VersionProcesses) -> Sampler:
-    import random
-
     return Sampler(crew, CASE, SETTINGS, chance=random.Random(0))
 
 
@@ -529,6 +528,15 @@ def test_every_round_is_built_anew_elsewhere_in_memory_and_in_other_processes() 
     assert {at for side, at, _ in built if side == "base"} == set(range(sampling.PROCESSES))
     plans = {(what["sample"]["calls"], what["sample"]["warm"]) for _, _, do, what in crew.asked[8:] if do == "time"}
     assert len(plans) == 1  # the same for all sides
+
+
+def test_no_kernel_of_a_user_can_stop_the_clock() -> None:
+    stopped = Clock(0.0)  # whatever it does takes no time, by its own clock
+    ours, theirs = CASE, replace(CASE, kernel="/somewhere/kernels.py:fast")
+    plan = Plan(calls=2, warm=1, blocks=1)
+    sampled = [Sampler(stopped, case, SETTINGS, chance=random.Random(0))._sample(TWINS[0], "candidate", plan)
+               for case in (ours, theirs)]  # fmt: skip
+    assert sampled[0] == 0.0 and sampled[1] > 0.0
 
 
 @pytest.mark.parametrize("seconds", [2e-5, 1e-3, 5e-3, 2e-2, 0.2])
