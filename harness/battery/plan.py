@@ -19,6 +19,8 @@ def first_calls() -> Iterator[Point]:
     yield point(17, 33, 16, **some)
     yield point(33, 33, 20, mask="causal", **some)
     yield point(7, 19, 16, mask="causal", groups="2", gradients="qkv", **some)
+    for one in ("v", "k", "q"):  # a key or a value that is frozen
+        yield point(7, 19, 16, mask="right padding", groups="2", gradients=one, **some)
     yield point(65, 65, 64, mask="bool", groups="3", batch="3", kv_heads="2", scale="given")
     yield point(1, 129, 64, groups="4", dtype="bfloat16", **some)
     yield point(40, 70, 32, 24, mask="right padding", mask_shape="(B,1,1,S)", gradients="qkv", batch="3", kv_heads="3")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._nn import scaled_dot_product_attention  # by its own name: torch.nn.functional's is what packages replace
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.candidate.compute import derivatives
@@ -88,7 +89,7 @@ class Reference:
 
 
 def sdpa(problem: Problem) -> Tensor:
-    return F.scaled_dot_product_attention(
+    return scaled_dot_product_attention(
         problem.q, problem.k, problem.v, attn_mask=problem.mask, is_causal=problem.is_causal, scale=problem.scale,
         enable_gqa=problem.q.shape[1] != problem.k.shape[1],
     )  # fmt: skip

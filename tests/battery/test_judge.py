@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 import harness
@@ -139,6 +140,22 @@ def test_on_the_command_line(tmp_path):
 def test_assert_kernel_says_what_is_wrong():
     with pytest.raises(AssertionError, match="WRONG"):
         harness.assert_kernel(WRONG["mask ignored"], minutes=0.1, seed=0)
+
+
+def test_sdpa_that_was_replaced_in_this_process_is_no_reference(monkeypatch):
+    """A closure is judged here, where whatever the user imported has patched torch already."""
+    honest = scaled_dot_product_attention
+
+    def larger(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        scale = 1.2 * (q.shape[-1] ** -0.5 if scale is None else scale)
+        return honest(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", larger)
+    kernel = InProcess(
+        lambda *args, **options: torch.nn.functional.scaled_dot_product_attention(*args, **options), "it"
+    )
+    assert judge_call(kernel, make_call(point(17, 33, 16), 1), 1).status == "mismatch"
+    assert judge_call(InProcess(sdpa, "honest"), make_call(point(17, 33, 16), 1), 1).status == "ok"
 
 
 def test_a_function_of_a_file_is_judged_in_its_own_process():
