@@ -14,7 +14,7 @@ from harness.candidate.request import Request
 from harness.cell.golden import lost_rows
 
 INCOMING = ("heads last", "steps", "columns")  # strides that the gradient of a result may have, too
-GARBAGE_KEY, GARBAGE_VALUE = 100.0, 1000.0  # behind a mask, where no number may matter
+GARBAGE_KEY, GARBAGE_VALUE = 300.0, 1000.0  # behind a mask, where no number may matter
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,7 +77,18 @@ def call(function: Function, request: Request) -> tuple[Tensor, dict[str, Tensor
         if request.seed is not None:
             torch.manual_seed(request.seed)
         outs = [own(function(leaves["q"], leaves["k"], leaves["v"], **arguments)) for _ in range(request.repeats)]
+    _check_untouched(leaves, request)
     return outs[0] if request.repeats == 1 else torch.stack(outs), {n: leaves[n] for n in request.gradients}
+
+
+def _check_untouched(inputs: dict[str, Tensor], request: Request) -> None:
+    """Whether and by what they are differentiated is the caller's affair."""
+    wanted = {id(inputs[name]) for name in request.gradients}
+    for name, tensor in inputs.items():
+        if tensor.requires_grad != (id(tensor) in wanted):
+            raise ContractBroken(f"kernel changed requires_grad of its input {name}")
+        if tensor.requires_grad and tensor.grad is not None:
+            raise ContractBroken(f"kernel wrote into the gradient of its input {name}")
 
 
 def derivatives(
