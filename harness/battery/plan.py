@@ -45,6 +45,7 @@ def first_calls() -> Iterator[Point]:
     yield point(300, 300, 16, mask="causal", kv_heads="12")
     yield point(300, 300, 8, mask="causal", dtype="bfloat16", batch="1", kv_heads="1")
     yield point(1, 40, 16, mask="causal", **some)
+    yield point(1, 1, 16, **some)
     yield point(24, 40, 64, scale="negative", values="large", **some)
     yield point(32, 32, 64, values="large", dtype="float16", **some)
     yield point(5, 2100, 8, kv_heads="1", groups="8")
