@@ -20,6 +20,7 @@ from harness.cell.bare import Held
 
 GROUP = "conduct"
 SAME = point(24, 40, 16, **FEW)
+SQUARE = point(40, 40, 16, batch="2", kv_heads="3")  # all of one shape
 LATER = 9  # calls during which a result must stay: buffers may be used in turn
 THOUSAND = 1000
 MOST_S = 3.0  # for the thousand calls: a slow kernel makes fewer
@@ -160,7 +161,7 @@ def _one_arranged(seed: int) -> list[Call]:
     made = []
     for name in ("q", "k", "v"):
         for layout in ("heads last", "longer", "channels", "columns"):
-            call = make_call(SAME, seed)
+            call = make_call(SQUARE, seed)
             view: Any = {name: arranged(getattr(call.request, name), layout)}
             words = f"{call.words}, {name} alone {layout}"
             made.append(replace(call, words=words, request=replace(call.request, **view)))
@@ -262,7 +263,7 @@ def changed_in_place(examinee: Examinee, seed: int) -> Finding:
 
 def one_tensor(examinee: Examinee, seed: int) -> Finding:
     """Self-attention without projections: q, k and v are one object; or k and v are, as in latent attention."""
-    square = make_call(point(40, 40, 16, batch="2", kv_heads="3"), seed)
+    square = make_call(SQUARE, seed)
     q = square.request.q
     cotangent = torch.randn(q.shape, generator=generator_of(seed, "tied"))
     with_gradient = {"mode": "grad", "cotangent": cotangent}

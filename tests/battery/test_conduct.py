@@ -305,7 +305,7 @@ def takes_one_for_symmetric(q, k, v, *rest, **options):
 
 
 def takes_the_strides_of_queries(q, k, v, *rest, **options):
-    if k.stride()[:2] + k.stride()[3:] != v.stride()[:2] + v.stride()[3:] and k.shape == v.shape:
+    if k.shape == q.shape and k.is_contiguous() != q.is_contiguous():
         k = k.flip(2)
     return right(q, k, v, *rest, **options)
 
