@@ -1,6 +1,7 @@
 """What every test file shares."""
 
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,22 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture(autouse=True)
+def _processes_with_torch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels' processes, workers and the gate's are forks of one that has imported torch, which takes 2 to 4 seconds.
+
+    Not where a test is marked `fresh`, and not in the processes that a test starts itself.
+    """
+    from harness.candidate import child
+    from harness.gate import process
+    from tests.support import nursery
+
+    if request.node.get_closest_marker("fresh") is None:
+        child.subprocess = process.subprocess = nursery.SUBPROCESS  # type: ignore[assignment]
+    yield
+    child.subprocess = process.subprocess = subprocess
 
 
 @pytest.fixture(autouse=True)
