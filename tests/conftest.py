@@ -1,6 +1,7 @@
 """What every test file shares."""
 
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `from tests import ...` also under a bare `pytest`
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script, where tests of Ctrl-C would fail
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
