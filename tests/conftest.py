@@ -15,6 +15,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first: at the end the other process would wait for one of them."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a wide terminal; what a test adds to the path is forgotten."""
@@ -33,10 +38,12 @@ def _processes_with_torch(request: pytest.FixtureRequest) -> Iterator[None]:
     from harness.gate import process
     from tests.support import nursery
 
-    if request.node.get_closest_marker("fresh") is None:
-        child.subprocess = process.subprocess = nursery.SUBPROCESS  # type: ignore[assignment]
+    users = [vars(child), vars(process)]
+    for names in users if request.node.get_closest_marker("fresh") is None else ():
+        names["subprocess"] = nursery.SUBPROCESS
     yield
-    child.subprocess = process.subprocess = subprocess
+    for names in users:
+        names["subprocess"] = subprocess
 
 
 @pytest.fixture(autouse=True)

@@ -175,6 +175,7 @@ def test_the_default_base_is_the_baselines_commit(tmp_path: Path) -> None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fresh
 def test_a_process_runs_the_harness_of_its_own_tree(tmp_path: Path) -> None:
     raising = ("__init__.py", "import importlib", "raise ImportError('this is the other tree')")
     other = copy_of_harness(tmp_path, raising)
