@@ -25,7 +25,18 @@ EXAMPLES = [*fences("python"), *fences("yaml")]
 FILES = {match[1]: code for code in EXAMPLES if (match := re.match(r"# (\w+\.(?:py|yaml))\n", code))}
 PYTHON = [code for code in fences("python") if code not in FILES.values()]
 GUIDE_PYTHON = [(name, code) for name, text in GUIDES.items() for code in fences("python", text)]
-COMMANDS = [line.partition("#")[0].strip() for block in fences("bash") for line in block.splitlines() if line.strip()]
+
+
+def commands(text: str) -> list[str]:
+    return [
+        line.partition("#")[0].strip() for block in fences("bash", text) for line in block.splitlines() if line.strip()
+    ]
+
+
+# What a section's commands leave is for that section alone: sections can run at once.
+SECTIONS = {part.partition("\n")[0]: commands(part) for part in re.split(r"^## ", README, flags=re.MULTILINE)}
+COMMANDS = {title: found for title, found in SECTIONS.items() if found}
+GUIDE_COMMANDS = {name: found for name, text in GUIDES.items() if (found := commands(text))}
 
 
 @pytest.fixture
@@ -40,7 +51,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_readme_has_examples_of_each_kind():
     assert len(PYTHON) >= 3
-    assert len(COMMANDS) >= 5
+    assert len(GUIDE_COMMANDS) >= 2
+    assert sum(len(found) for found in COMMANDS.values()) >= 15
+    assert [line for found in COMMANDS.values() for line in found] == commands(README), "a heading within an example"
     assert len(fences("yaml")) >= 2
 
 
@@ -69,21 +82,22 @@ def test_python_examples_of_the_guides_run(name: str, code: str, workplace: Path
     run_example(code, name)
 
 
-def test_commands_of_the_guides_run(workplace: Path):
-    commands = [line for text in GUIDES.values() for block in fences("bash", text) for line in block.splitlines()]
-    assert len(commands) >= 2
-    for command in commands:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDE_COMMANDS)
+def test_commands_of_a_guide_run_in_order(name: str, workplace: Path):
+    for command in GUIDE_COMMANDS[name]:
         program, *arguments = shlex.split(command)
         assert program == "harness", command
         assert main(arguments) == 0, command
 
 
-def test_commands_run_in_order(workplace: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.slow
+@pytest.mark.parametrize("section", COMMANDS)
+def test_commands_of_a_section_run_in_order(section: str, workplace: Path, capsys: pytest.CaptureFixture[str]):
     """Make targets are named; harness commands run, each with exit code 0. Only whether a time can be told from noise
     is up to the machine: there the gate may say that it could not decide, but not that anything got slower."""
-    ran = 0
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for command in COMMANDS:
+    for command in COMMANDS[section]:
         program, *arguments = shlex.split(command)
         if program == "make":
             assert arguments[0] in targets, command
@@ -93,8 +107,6 @@ def test_commands_run_in_order(workplace: Path, capsys: pytest.CaptureFixture[st
         printed = capsys.readouterr().out
         undecided = "--base" in arguments and "timing: INCONCLUSIVE  1 cell: 1 inconclusive" in printed
         assert code == (1 if undecided else 0), command
-        ran += 1
-    assert ran >= 4
 
 
 def test_the_config_example_is_valid_and_runs(workplace: Path):

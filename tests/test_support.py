@@ -1,5 +1,11 @@
-"""tests/support/attention.py: "the same" can fail, and by less than the tests once allowed."""
+"""What tests lean on: "the same" can fail, and by less than they once allowed; a forked process is like a fresh one."""
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import harness
+from tests.support import ROOT, nursery
 from tests.support.attention import as_torch, assert_same, by_sources, differentiated, draw_tokens, filled
 
 EPS = torch.finfo(torch.float64).eps
@@ -103,3 +110,60 @@ def test_another_shape_or_dtype_or_a_nan_fails(wrong: Any) -> None:
     candidate, reference = gqa()
     with pytest.raises(AssertionError):
         assert_same(lambda x: wrong(candidate(x)), reference, draw_tokens(batch=2, length=9, width=E))
+
+
+# What a process can see of how it was started; it leaves with the exit code that it is asked for.
+TELLS = """\
+import json, os, signal, sys
+handle, parent = map(int, sys.argv[1:])
+opened = [number for number in range(60) if os.path.exists(f"/proc/self/fd/{number}")]
+told = {
+    "name": __name__, "file": __file__, "words": sys.argv, "path": sys.path, "folder": os.getcwd(),
+    "environment": {name: value for name, value in os.environ.items() if name != "LC_CTYPE"},
+    "child": os.getppid() == parent, "leads": os.getsid(0) == os.getpid(), "opened": opened,
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler, "input": sys.stdin.read(),
+    "buffered": [stream.line_buffering for stream in (sys.stdout, sys.stderr)],
+}
+os.write(handle, json.dumps(told).encode())
+print("said")
+sys.stderr.write("and said")
+sys.exit(7)
+"""
+
+
+def told_by(popen: Callable[..., Any], words: list[str], environment: dict[str, str]) -> tuple[Any, ...]:
+    (told, answers), (output, printed) = os.pipe(), os.pipe()
+    process = popen(
+        [sys.executable, "-P", *words, str(answers), str(os.getpid())], stdin=subprocess.DEVNULL, stdout=printed,
+        stderr=printed, pass_fds=(answers,), env=environment, start_new_session=True,
+    )  # fmt: skip
+    for handle in (answers, printed):
+        os.close(handle)
+    with open(told) as first, open(output) as second:
+        story, said = json.load(first), second.read()
+    number = str(answers)
+    story["words"] = ["HANDLE" if word == number else word for word in story["words"]]
+    story["opened"] = ["HANDLE" if each == answers else each for each in story["opened"]]
+    return story, sorted(said.split("\n")), process.wait(), process.poll(), isinstance(process, subprocess.Popen)
+
+
+@pytest.mark.parametrize("kind", ["module", "script"])
+def test_a_forked_process_is_like_a_fresh_one(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ["-m", "tells"] if kind == "module" else [str(tmp_path / "tells.py")]
+    (tmp_path / "tells.py").write_text(TELLS)
+    monkeypatch.chdir(tmp_path)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "ADDED": "1"}
+    *fresh, _ = told_by(subprocess.Popen, words, environment)
+    *forked, is_fresh = told_by(nursery.popen, words, environment)
+    assert fresh == forked and not is_fresh
+    assert fresh[2] == 7 and fresh[0]["child"] and fresh[0]["folder"] == str(tmp_path)
+    *_, is_fresh = told_by(nursery.popen, words, environment | {"OMP_NUM_THREADS": "17"})
+    assert is_fresh, "this is read when torch is imported"
+
+
+def test_a_forked_process_that_is_killed_says_so():
+    command = [sys.executable, "-P", "-m", "timeit", "-s", "import os, signal", "os.kill(os.getpid(), signal.SIGKILL)"]
+    process = nursery.popen(
+        command, stdin=subprocess.DEVNULL, stdout=1, stderr=2, pass_fds=(), env=dict(os.environ), start_new_session=True
+    )
+    assert process.wait(30) == -9

@@ -72,6 +72,7 @@ def inputs(**options: object) -> Request:
     return Request(strided, k[:, :, 1:], v[:, :, 1:], **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.fresh
 def test_the_same_bits_as_here(file):
     spec = f"{file}:plain"
     here, there = InProcess(find_function(spec)[0], spec), Process(spec)

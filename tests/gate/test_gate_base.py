@@ -79,6 +79,8 @@ def test_it_goes_after_an_error_too(repository: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_goes_after_a_signal(repository: Path, number: signal.Signals) -> None:
     code = (
+        # Under nohup it is ignored from the start, and then stays so: that is what nohup is for.
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "import sys, time; from pathlib import Path; from harness.gate.versions import checked_out\n"
         "with checked_out('HEAD', Path(sys.argv[1])) as base:\n    print(base.root, flush=True); time.sleep(60)"
     )
@@ -173,6 +175,7 @@ def test_the_default_base_is_the_baselines_commit(tmp_path: Path) -> None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fresh
 def test_a_process_runs_the_harness_of_its_own_tree(tmp_path: Path) -> None:
     raising = ("__init__.py", "import importlib", "raise ImportError('this is the other tree')")
     other = copy_of_harness(tmp_path, raising)

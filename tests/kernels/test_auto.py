@@ -84,7 +84,9 @@ def test_every_kernel_obeys_the_acceptance_rule_over_a_grid(kernel: str, tmp_pat
     small = {"embed_dim": 32, "heads": 4, "kv_heads": 2}
     suite["include"] += [
         {"variant": ["mha", "gqa"], **small, "seq_len": 520, "mask": "causal", "phase": ["prefill", "train"]},
-        {"variant": ["mha", "gqa", "mla"], **small, "seq_len": 2100, "mask": "causal", "phase": "decode"},
+        {"variant": ["mha", "gqa"], **small, "seq_len": 2100, "mask": "causal", "phase": "decode"},
+        # MLA's reference takes 20 s at 2100; `auto` alone needs that many keys, and then runs `grouped`.
+        {"variant": "mla", **small, "seq_len": 2100 if kernel == "auto" else 520, "mask": "causal", "phase": "decode"},
     ]
     suite["timing"] = {"enabled": False}
     table = harness.run(suite, out=tmp_path / "run", kernels=[kernel])

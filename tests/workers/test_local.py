@@ -154,6 +154,7 @@ def test_memory_that_is_asked_for_inside_is_an_oom_row_and_the_worker_lives_on(l
         ("takes_it_by_a_child", "more than max_memory = 1 GiB"),
     ],
 )
+@pytest.mark.fresh
 def test_memory_beyond_the_limit_is_oom(local, kernel, says):
     record = measured(local, kernel)[kernel]
     assert record.status == "oom" and says in (record.error or "")
@@ -212,6 +213,7 @@ def test_records_are_bitwise_the_same_here_in_a_worker_and_in_reverse(local):
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_records_are_bitwise_the_same_in_two_workers():
     jobs, two = many_jobs(), Local(2)
     at_work: set[int] = set()
@@ -282,6 +284,7 @@ def test_a_plugin_is_executed_once_a_process_and_its_settings_are_undone(local, 
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_the_worker_imports_what_its_parent_can_and_not_what_lies_about(tmp_path, monkeypatch):
     """A queue.py in the current directory must not take the place of Python's."""
     (tmp_path / "queue.py").write_text("raise RuntimeError('shadowed')")
@@ -295,6 +298,7 @@ def test_the_worker_imports_what_its_parent_can_and_not_what_lies_about(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.fresh
 def test_a_limit_below_what_torch_needs_is_bad_input():
     executor = Local(limits=Limits(max_memory=64 << 20))
     with pytest.raises(BadInput, match=r"limits\.max_memory: 64 MiB: torch and harness themselves take \d+ MiB"):
