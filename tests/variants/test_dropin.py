@@ -6,6 +6,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.nn.utils import prune
 
 import harness
 from harness.cell.build import randomise
-from harness.variants.dropin import DropInAttention, EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+from harness.variants.multihead import DropInAttention
 
 CLASSES = (EagerMultiheadAttention, EagerMultiheadAttentionWithInProj)
 every_class = pytest.mark.parametrize("kind", CLASSES)
@@ -28,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 E, H = 8, 2
+FUSED = "torch._transformer_encoder_layer_fwd"
 
 
 def pair(
@@ -237,6 +240,37 @@ def test_gradients_flow_through_the_packed_weight() -> None:
     for part, start in ((ours.q_proj, 0), (ours.k_proj, E), (ours.v_proj, 2 * E)):
         assert part.weight.grad is not None
         assert torch.equal(part.weight.grad, torch.arange(start, start + E)[:, None].expand(E, E).float())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias"])
+def test_freezing_under_torchs_names_reaches_the_split_projections(name: str, grad: bool) -> None:
+    theirs, ours = pair(EagerMultiheadAttention)
+    kind = name.rpartition("_")[2]
+    parts = [ours.get_parameter(f"{part}.{kind}") for part in EagerMultiheadAttention.PARTS]
+    for step in (False, True):
+        for module in (theirs, ours):
+            with torch.set_grad_enabled(grad):
+                getattr(module, name).requires_grad = step
+                assert getattr(module, name).requires_grad == step
+        assert [part.requires_grad for part in parts] == [step] * 3
+        for module in (theirs, ours):
+            with torch.set_grad_enabled(grad):
+                held = getattr(module, name)
+                assert held.requires_grad_(not step) is held and held.requires_grad != step
+        assert [part.requires_grad for part in parts] == [not step] * 3
+    for module in (theirs, ours):
+        getattr(module, name).requires_grad_(False)
+        module(*self_inputs(5, 3))[0].sum().backward()
+    assert all(part.grad is None for part in parts) and getattr(theirs, name).grad is None
+    torch.testing.assert_close(ours.out_proj.weight.grad, theirs.out_proj.weight.grad)
+
+
+def test_the_packed_weight_is_a_plain_tensor_to_every_operation() -> None:
+    packed = EagerMultiheadAttention(E, H).in_proj_weight
+    assert not torch.overrides.has_torch_function((packed,))
+    for found in (packed * 2, packed.detach(), packed.data, packed[:2], packed.clone(), packed.chunk(3)[0]):
+        assert type(found) is Tensor
 
 
 @pytest.mark.parametrize("use_in_proj", [True, False])
@@ -655,3 +689,68 @@ def test_padding_through_an_encoder_that_nests(kind: type[DropInAttention]) -> N
         for found, wanted in zip(new(x_nested).unbind(), model(x_nested).unbind(), strict=True):
             torch.testing.assert_close(found, wanted)
     assert all(row.calls == 2 for row in report.swapped)
+
+
+# ---- torch's fast path -----------------------------------------------------------------------------------------------
+
+
+def encoder(**more: Any) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True, **more)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not more).eval()
+    randomise(model, torch.Generator().manual_seed(7))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("hidden", [0, 2, 5], ids=["no padding", "padding", "a row of padding alone"])
+@every_class
+def test_torchs_encoders_take_their_fast_path_where_it_is_allowed(kind: type[DropInAttention], hidden: int) -> None:
+    """Bit for bit torch's own inference, NaN of dead rows included; what trains is ours."""
+    theirs = encoder()
+    packed = kind is EagerMultiheadAttentionWithInProj
+    ours, report = harness.swap(theirs, use_in_proj=packed, fast_path=True)
+    x = self_inputs(2, 5)[0]
+    padding = torch.arange(5).expand(2, 5) >= torch.tensor([[5], [5 - hidden]])
+    for lined_up in (padding, padding.flip(1)):  # nested tensors inside, and not
+        with torch.no_grad(), mock.patch(FUSED, wraps=torch._transformer_encoder_layer_fwd) as fused:
+            found, expected = (model(x, src_key_padding_mask=lined_up) for model in (ours, theirs))
+        assert fused.call_count == 4
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert len(report.uncalled) == 2
+    for model in (theirs.train(), ours.train()):
+        model(x, src_key_padding_mask=padding).square().sum().backward()
+    assert report.uncalled == ()
+    for before, after in zip(theirs.layers, ours.layers, strict=True):
+        torch.testing.assert_close(after.linear1.weight.grad, before.linear1.weight.grad)
+        torch.testing.assert_close(after.self_attn.out_proj.weight.grad, before.self_attn.out_proj.weight.grad)
+
+
+@every_class
+def test_its_own_forward_never_takes_torchs_fast_path(kind: type[DropInAttention]) -> None:
+    ours, report = harness.swap(
+        nn.MultiheadAttention(E, H, batch_first=True).eval(),
+        use_in_proj=kind is EagerMultiheadAttentionWithInProj,
+        fast_path=True,
+    )
+    with torch.no_grad(), mock.patch("torch._native_multi_head_attention") as fused:
+        ours(*self_inputs(2, 5))
+    assert not fused.called and report.uncalled == ()
+
+
+@every_class
+def test_a_layer_that_cannot_take_its_fast_path_calls_ours(kind: type[DropInAttention]) -> None:
+    theirs = encoder(activation=nn.functional.silu)
+    ours, report = harness.swap(theirs, use_in_proj=kind is EagerMultiheadAttentionWithInProj, fast_path=True)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(self_inputs(2, 5)[0]), theirs(self_inputs(2, 5)[0]))
+    assert report.uncalled == ()
+
+
+@every_class
+def test_the_fast_path_goes_along(kind: type[DropInAttention]) -> None:
+    once = kind(E, H, fast_path=True)
+    for to in ("sdpa", "fused" if kind is EagerMultiheadAttention else "split"):
+        again: Any = harness.swap(copy.deepcopy(once), to=to)[0]
+        assert again.fast_path
+    back: Any = harness.swap(once, fast_path=False)[0]
+    assert not back.fast_path and not kind(E, H).fast_path
