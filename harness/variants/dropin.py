@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
-from harness.variants.in_projection import pack
+from harness.kernels.transforms import is_transformed
+from harness.variants.in_projection import Packed, pack
 from harness.variants.multihead import DropInAttention, bare_linear, held
 
 
@@ -30,6 +31,7 @@ class EagerMultiheadAttention(DropInAttention):
         v_proj: nn.Linear
 
     def _make_projections(self, bias: bool, place: dict[str, Any]) -> None:
+        self._biases: dict[bool, Packed] = {}  # as last packed
         for part, width in zip(self.PARTS, (self.embed_dim, self.kdim, self.vdim), strict=True):
             setattr(self, part, bare_linear(width, self.embed_dim, bias=bias, **place))  # torch draws no numbers here
 
@@ -56,7 +58,21 @@ class EagerMultiheadAttention(DropInAttention):
 
     def _packed(self, kind: str) -> Any:
         parts = [part for linear in self._linears() if (part := held(linear, kind)) is not None]
-        return pack(parts) if parts and (kind == "bias" or self.packs) else None
+        if not parts or (kind == "weight" and not self.packs):
+            return None
+        if kind == "weight" or torch.is_grad_enabled() or is_transformed():
+            return pack(parts)
+        # torch's encoder layers ask for the bias at each call, which small ones would feel.
+        inference = torch.is_inference_mode_enabled()  # which makes tensors that are good for nothing else
+        before = self._biases.get(inference)
+        if before is not None and before.is_still_of(parts):
+            return before
+        bias = pack(parts)
+        self._biases = {inference: bias} if isinstance(bias, Packed) else {}
+        return bias
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_biases": {}}
 
     @property
     def q_proj_weight(self) -> Tensor:
@@ -113,7 +129,7 @@ class EagerMultiheadAttention(DropInAttention):
         return None if q is None or k is None or v is None else torch.cat([q, k, v])
 
     def _has_no_in_bias(self) -> bool:
-        return held(self._linears()[0], "bias") is None  # without packing the three
+        return held(self._modules["q_proj"], "bias") is None  # without packing the three
 
     def _linears(self) -> list[Any]:
         return [self._modules[part] for part in self.PARTS]

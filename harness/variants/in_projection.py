@@ -16,6 +16,7 @@ class Packed(Tensor):
     """
 
     parts: Sequence[Tensor]
+    addresses: Sequence[int]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property
@@ -32,6 +33,13 @@ class Packed(Tensor):
         self.requires_grad = requires_grad
         return self
 
+    def is_still_of(self, parts: Sequence[Tensor]) -> bool:
+        """No part was replaced or moved since."""
+        for part, before, address in zip(parts, self.parts, self.addresses, strict=False):
+            if part is not before or part.data_ptr() != address:
+                return False
+        return len(parts) == len(self.parts)
+
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts as one tensor, in one memory where the parts are parameters; gradients flow through it.
@@ -43,33 +51,34 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
     if not _are_adjacent(parts):
         if len({(part.dtype, part.device) for part in parts}) > 1 or len({*map(id, parts)}) < 3:
             return torch.cat(list(parts))
-        whole = torch.cat([part.detach() for part in parts])
-        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.data = rows
+        with torch.inference_mode(False), torch.no_grad():  # whatever mode it is read in, they may be trained later
+            whole = torch.cat(list(parts))
+            for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                part.data = rows
     whole = _Adjacent.apply(*parts) if torch.is_grad_enabled() else as_one(parts)  # type: ignore[no-untyped-call]
     if is_transformed():  # which know no such class
         return whole
     packed = whole.as_subclass(Packed)
-    packed.parts = parts
+    packed.parts, packed.addresses = parts, [part.data_ptr() for part in parts]
     return packed
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors that follow each other in memory."""
+    """Tensors of as many rows that follow each other in memory."""
     first = parts[0].data
-    rows = sum([len(part) for part in parts])
-    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    rows, *width = first.shape
+    return first.as_strided((len(parts) * rows, *width), first.stride())
 
 
 def _are_adjacent(parts: Sequence[Tensor]) -> bool:
     first = parts[0]
-    storage, offset = first.untyped_storage()._cdata, first.storage_offset()
+    storage, offset, size = first.untyped_storage()._cdata, first.storage_offset(), first.numel()
     for part in parts:
         if part.storage_offset() != offset or part.dtype != first.dtype or not part.is_contiguous():
             return False
         if part.untyped_storage()._cdata != storage:
             return False
-        offset += part.numel()
+        offset += size
     return True
 
 

@@ -85,10 +85,10 @@ class DropInAttention(nn.Module):
 
         Who reads it next reads q_proj_weight and so on: those are always there.
         """
-        return False if is_scripting() else self.packs and (self.fast_path or self._has_no_in_bias())
+        return False if is_scripting() else (self.fast_path or self._has_no_in_bias()) and self.packs
 
     def _has_no_in_bias(self) -> bool:
-        return self.in_proj_bias is None
+        return held(self, "in_proj_bias") is None
 
     def __prepare_scriptable__(self) -> "DropInAttention":
         """What torch.jit.script asks every module before it compiles it."""

@@ -266,6 +266,55 @@ def test_freezing_under_torchs_names_reaches_the_split_projections(name: str, gr
     torch.testing.assert_close(ours.out_proj.weight.grad, theirs.out_proj.weight.grad)
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda module: module.double(),
+    "written": lambda module: module.in_proj_bias.add_(1),
+    "assigned": lambda module: setattr(module, "in_proj_bias", nn.Parameter(torch.randn(3 * E))),
+    "loaded": lambda module: module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()}, assign=True),
+    "one of three": lambda module: setattr(module.k_proj, "bias", nn.Parameter(torch.randn(E))),
+    "moved": lambda module: setattr(module.v_proj.bias, "data", torch.randn(E)),
+    "frozen": lambda module: module.in_proj_bias.requires_grad_(False),
+    "none": lambda module: setattr(module, "in_proj_bias", None),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_packed_bias_is_never_of_before(change: str, mode: Callable[[], Any]) -> None:
+    module: Any = pair(EagerMultiheadAttention)[1]
+    for reads in (torch.no_grad, torch.inference_mode, torch.enable_grad, mode):
+        with reads():
+            assert module.in_proj_bias is not None
+    with torch.no_grad():
+        CHANGES[change](module)
+    for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        linears = (twin.q_proj, twin.k_proj, twin.v_proj)
+        with mode():
+            if change == "none":
+                assert twin.in_proj_bias is None
+                continue
+            expected = torch.cat([linear.bias for linear in linears])
+            assert torch.equal(twin.in_proj_bias, expected) and twin.in_proj_bias.dtype == expected.dtype
+            assert twin.in_proj_bias.requires_grad == (change != "frozen")
+        with torch.no_grad():
+            twin.in_proj_bias.fill_(3)
+        assert all((linear.bias == 3).all() for linear in linears)
+    if change != "none":
+        loss = (torch.ones(3 * E, requires_grad=True) * module.in_proj_bias.to(torch.float32)).sum()
+        loss.backward()  # no tensor of inference mode
+
+
+def test_a_layer_that_ran_in_inference_mode_trains() -> None:
+    """torch's layers read the bias at each call, and so have the three laid out in one memory."""
+    layer, _ = harness.swap(nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval())
+    x = self_inputs(2, 5)[0]
+    with torch.inference_mode():
+        layer(x)
+    assert not any(parameter.is_inference() for parameter in layer.parameters())
+    layer.train()(x).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+
 def test_the_packed_weight_is_a_plain_tensor_to_every_operation() -> None:
     packed = EagerMultiheadAttention(E, H).in_proj_weight
     assert not torch.overrides.has_torch_function((packed,))
