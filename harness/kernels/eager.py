@@ -10,21 +10,21 @@ from harness.kernels.transforms import is_transformed
 
 def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     B, H, L, D = q.shape
-    H_kv, S = k.shape[1:3]
-    dtype = q.dtype
+    _, H_kv, S, _ = k.shape
+    D_v, dtype = v.shape[-1], q.dtype
     if dtype.itemsize < 4:
         # Half-precision scores would break equality as soon as logits grow: fp32 from here to the output.
         q, k, v = q.float(), k.float(), v.float()
     # The G query heads of a group become rows of one matrix product: K and V are never repeated.
     rows = q.reshape(B * H_kv, H // H_kv * L, D)  # (B*H_kv, G*L, D)
-    keys, values = k.reshape(B * H_kv, S, D), v.reshape(B * H_kv, S, v.shape[-1])
+    keys, values = k.reshape(B * H_kv, S, D), v.reshape(B * H_kv, S, D_v)
 
     scores = scaled_product(rows, keys.mT, call.scale)  # (B*H_kv, G*L, S)
     if call.hides or call.sinks is not None:
         weights = weigh(scores.view(B, H, L, S), call.allowed(q, k), call).reshape(scores.shape)
     else:  # what is left does not ask which row is whose
         weights = weigh(scores, None, call)
-    out = torch.bmm(weights, values).view(B, H, L, v.shape[-1])
+    out = torch.bmm(weights, values).view(B, H, L, D_v)
     if dtype.itemsize < 4:
         out, weights = out.to(dtype), weights.to(dtype) if call.need_weights else weights
     return out, weights.view(B, H, L, S) if call.need_weights else None
@@ -32,7 +32,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor,
 
 def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """scale * (a @ b) of batches of matrices, in one pass."""
-    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+    return torch.baddbmm(a.new_empty(1), a, b, beta=0, alpha=scale)  # of the first nothing is read
 
 
 def weigh(scores: Tensor, allowed: Tensor | None, call: AttentionCall) -> Tensor:
@@ -41,8 +41,9 @@ def weigh(scores: Tensor, allowed: Tensor | None, call: AttentionCall) -> Tensor
     in_place = not torch.is_grad_enabled() and not is_transformed()
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.bias is not None:
-        scores = scores + call.bias.to(scores.dtype)
+    bias = call.bias
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     hidden = None if allowed is None else ~allowed
     if hidden is not None:
         scores = (scores.masked_fill_ if in_place else scores.masked_fill)(hidden, float("-inf"))

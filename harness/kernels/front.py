@@ -126,13 +126,12 @@ def make_call(
     need_weights: bool = False,
 ) -> AttentionCall:
     """The checked and normalised form of `attention`'s arguments."""
-    _check_tensors(q, k, v, mask, sinks)
+    B, L, S, D = _check_tensors(q, k, v, mask, sinks)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p = {dropout_p}: must be within [0, 1]")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap = {softcap}: must be positive")
-    L, S = q.shape[2], k.shape[2]
-    start = _check_start(q_start, q.shape[0], S - L)
+    start = _check_start(q_start, B, S - L)
     left, right = _check_window(window)
     if mask is not None and mask.is_floating_point() and mask.dtype != q.dtype:
         # Rounded to half precision, a float32 mask would move the scores, and finfo(float32).min become -inf.
@@ -143,7 +142,7 @@ def make_call(
         right = None if right is not None and start + right >= S - 1 else right
         left = None if left is not None and start + L - 1 - left <= 0 else left
     return AttentionCall(
-        scale=int(q.shape[-1]) ** -0.5 if scale is None else float(scale),  # torch.jit.trace makes sizes tensors
+        scale=int(D) ** -0.5 if scale is None else float(scale),  # torch.jit.trace makes sizes tensors
         q_start=start,
         mask=mask,
         causal=causal,
@@ -156,13 +155,18 @@ def make_call(
     )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
-    if not (q.ndim == k.ndim == v.ndim == 4):
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> tuple[int, int, int, int]:
+    """B, L, S and D."""
+    shapes = q.shape, k.shape, v.shape  # read once: each time makes a new one
+    if not len(shapes[0]) == len(shapes[1]) == len(shapes[2]) == 4:
         raise ValueError(f"{_shapes(q, k, v)}: each must have 4 dimensions (batch, heads, length, channels)")
-    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+    dtype = q.dtype
+    if not (dtype == k.dtype == v.dtype and dtype.is_floating_point):
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one floating dtype")
-    (B, H, L, D), (B_k, H_kv, S, D_k) = q.shape, k.shape
-    if B_k != B or D_k != D or v.shape[:3] != (B, H_kv, S):
+    (B, H, L, D), (B_k, H_kv, S, D_k), (B_v, H_v, S_v, _) = shapes
+    if B_k != B or D_k != D or B_v != B or H_v != H_kv or S_v != S:
         raise ValueError(f"{_shapes(q, k, v)}: must be (B, H, L, D), (B, H_kv, S, D), (B, H_kv, S, D_v)")
     if H_kv == 0 or H % H_kv:
         raise ValueError(f"query heads ({H}) must be a multiple of key/value heads ({H_kv})")
@@ -175,6 +179,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: 
             raise ValueError(f"mask {tuple(mask.shape)}: must broadcast to (B, H, L, S) = {target}")
     if sinks is not None and sinks.shape != (H,):
         raise ValueError(f"sinks {tuple(sinks.shape)}: must be (H,) = ({H},)")
+    return B, L, S, D
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

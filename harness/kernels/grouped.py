@@ -19,13 +19,17 @@ PIECE_BYTES = 1 << 22  # of a widened piece: stays in cache between being writte
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    return eager(q, k, v, call) if is_transformed() else grouped_plainly(q, k, v, call)
+
+
+def grouped_plainly(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """For who has asked already: nothing records or transforms this call."""
     B, H, L, D = q.shape
-    H_kv, S = k.shape[1:3]
+    _, H_kv, S, _ = k.shape
     rows = H // H_kv * L
     wide = torch.promote_types(q.dtype, torch.float32)
     if (
-        is_transformed()
-        or rows > FEW
+        rows > FEW
         or 0 in (q.numel(), k.numel())
         or (k.dtype == wide and not _is_thin(rows, k) and _folds(k) and _folds(v))
     ):

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from harness.kernels.call import Kernel
 from harness.swaps.converters import Conversion, Request, SwapError, converts
-from harness.swaps.torch_layers import PARTS, convert_to_drop_in, drop_in_like, split_sources, thirds
+from harness.swaps.torch_layers import PARTS, POLICIES, convert_to_drop_in, drop_in_like, split_sources, thirds
 from harness.swaps.weights import HOOKS, WeightSource
 from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
 from harness.variants.gqa import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention
@@ -109,8 +109,8 @@ def distance(found: Tensor, original: Tensor) -> float | None:
     return float(torch.linalg.vector_norm((found - original) / size) / torch.linalg.vector_norm(original / size))
 
 
-@converts(nn.MultiheadAttention, to="split", options=("dead_rows",))
-@converts(nn.MultiheadAttention, to="fused", options=("dead_rows",))
+@converts(nn.MultiheadAttention, to="split", options=POLICIES)
+@converts(nn.MultiheadAttention, to="fused", options=POLICIES)
 def split_or_fuse_torch(old: nn.MultiheadAttention, kernel: Kernel, request: Request) -> Conversion:
     _refuse_size(request)
     options = {**request.options, "use_in_proj": request.to == "fused"}
@@ -123,14 +123,14 @@ def split_drop_in(old: EagerMultiheadAttentionWithInProj, kernel: Kernel, reques
     if parametrize.is_parametrized(old):
         names = ", ".join(old.parametrizations)  # type: ignore[arg-type]
         raise SwapError(f"its {names} is parametrized: split, it could not be")
-    return Conversion(drop_in_like(old, EagerMultiheadAttention, kernel, old.dead_rows), split_sources(old))
+    return Conversion(drop_in_like(old, EagerMultiheadAttention, kernel, {}), split_sources(old))
 
 
 @converts(EagerMultiheadAttention, to="fused")
 def fuse_drop_in(old: EagerMultiheadAttention, kernel: Kernel, request: Request) -> Conversion:
     _refuse_size(request)
     linears = _linears(old, PARTS)
-    new: Any = drop_in_like(old, EagerMultiheadAttentionWithInProj, kernel, old.dead_rows)
+    new: Any = drop_in_like(old, EagerMultiheadAttentionWithInProj, kernel, {})
     # Of unlike widths torch keeps three weights, and packs the biases alone.
     weights = {} if old.packs else {f"{part}_weight": WeightSource(f"{part}.weight") for part in PARTS}
     packs = {"weight": old.packs, "bias": old.in_proj_bias is not None}

@@ -1,5 +1,8 @@
 """torch's own layers: nn.MultiheadAttention to a drop-in or a variant, nn.TransformerEncoderLayer to ours."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -8,23 +11,20 @@ from harness.kernels.call import Kernel
 from harness.swaps.converters import DROP_IN, VARIANT, Conversion, Request, SwapError, convert_child, converts
 from harness.swaps.weights import WeightSource
 from harness.variants.blocks import EncoderLayer
-from harness.variants.dropin import (
-    DeadRows,
-    DropInAttention,
-    EagerMultiheadAttention,
-    EagerMultiheadAttentionWithInProj,
-)
+from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
 from harness.variants.gqa import MultiHeadAttention
+from harness.variants.multihead import DropInAttention
 
 PARTS = ("q_proj", "k_proj", "v_proj")
 IN_PARAMETERS = ("in_proj_weight", "in_proj_bias", *(f"{part}_weight" for part in PARTS))
+POLICIES = ("dead_rows", "fast_path")  # of a drop-in: torch has none of them, so they go along from drop-in to drop-in
 
 
-@converts(nn.MultiheadAttention, to=DROP_IN, options=("use_in_proj", "dead_rows"))
+@converts(nn.MultiheadAttention, to=DROP_IN, options=("use_in_proj", *POLICIES))
 def convert_to_drop_in(old: nn.MultiheadAttention, kernel: Kernel, request: Request) -> Conversion:
     packed = bool(request.options.get("use_in_proj", False))
     kind = EagerMultiheadAttentionWithInProj if packed else EagerMultiheadAttention
-    new = drop_in_like(old, kind, kernel, request.options.get("dead_rows", "zero"))
+    new = drop_in_like(old, kind, kernel, request.options)
     if packed:
         return Conversion(new, _take_in_projection(old, new))
     if parametrize.is_parametrized(old):
@@ -33,7 +33,7 @@ def convert_to_drop_in(old: nn.MultiheadAttention, kernel: Kernel, request: Requ
     return Conversion(new, split_sources(old))
 
 
-@converts(EagerMultiheadAttention, EagerMultiheadAttentionWithInProj, to=DROP_IN, options=("use_in_proj", "dead_rows"))
+@converts(EagerMultiheadAttention, EagerMultiheadAttentionWithInProj, to=DROP_IN, options=("use_in_proj", *POLICIES))
 def convert_again(old: DropInAttention, kernel: Kernel, request: Request) -> Conversion:
     """Another kernel for what was swapped before."""
     packed = isinstance(old, EagerMultiheadAttentionWithInProj)
@@ -41,7 +41,7 @@ def convert_again(old: DropInAttention, kernel: Kernel, request: Request) -> Con
         raise SwapError(f'is {type(old).__name__}: swap to="{"split" if packed else "fused"}" instead of use_in_proj')
     if parametrize.is_parametrized(old):
         raise SwapError("is parametrized and was swapped before: undo that swap first")
-    new = drop_in_like(old, type(old), kernel, request.options.get("dead_rows", old.dead_rows))
+    new = drop_in_like(old, type(old), kernel, request.options)
     if packed:
         held = [name for name in IN_PARAMETERS if old._parameters.get(name) is not None]
         return Conversion(new, {name: WeightSource(name) for name in held})
@@ -51,9 +51,14 @@ def convert_again(old: DropInAttention, kernel: Kernel, request: Request) -> Con
 
 
 def drop_in_like(
-    old: nn.MultiheadAttention | DropInAttention, kind: type[DropInAttention], kernel: Kernel, dead_rows: DeadRows
+    old: nn.MultiheadAttention | DropInAttention,
+    kind: type[DropInAttention],
+    kernel: Kernel,
+    options: Mapping[str, Any],
 ) -> DropInAttention:
     """With the old module's own output projection and bias tokens; its input projections are still to come."""
+    policies = {name: getattr(old, name) for name in POLICIES} if isinstance(old, DropInAttention) else {}
+    policies |= {name: options[name] for name in POLICIES if name in options}
     new = kind(
         old.embed_dim,
         old.num_heads,
@@ -66,7 +71,7 @@ def drop_in_like(
         device="meta",  # no memory and no random numbers: every weight comes from the old module
         dtype=old.out_proj.weight.dtype,
         kernel=kernel,
-        dead_rows=dead_rows,
+        **policies,
     )
     new.out_proj = old.out_proj  # the module itself, with its hooks and parametrizations
     new.bias_k, new.bias_v = old.bias_k, old.bias_v

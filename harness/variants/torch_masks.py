@@ -15,16 +15,15 @@ def check_dimensions(
         return True  # most calls: small ones feel each line below
     if n not in (2, 3):
         raise AssertionError(f"query should be unbatched 2D or batched 3D tensor but received {n}-D query tensor")
-    expected = f"For {'batched' if n == 3 else 'unbatched'} ({n}-D) `query`, expected"
     if key.dim() != n or value.dim() != n:
         found = f"{key.dim()}-D and {value.dim()}-D tensors respectively"
-        raise AssertionError(f"{expected} `key` and `value` to be {n}-D but found {found}")
+        raise AssertionError(f"{_for_query(n)} `key` and `value` to be {n}-D but found {found}")
     if key_padding_mask is not None and key_padding_mask.dim() != n - 1:
         found = f"{key_padding_mask.dim()}-D tensor instead"
-        raise AssertionError(f"{expected} `key_padding_mask` to be `None` or {n - 1}-D but found {found}")
+        raise AssertionError(f"{_for_query(n)} `key_padding_mask` to be `None` or {n - 1}-D but found {found}")
     if attn_mask is not None and attn_mask.dim() not in (2, 3):
         found = f"{attn_mask.dim()}-D tensor instead"
-        raise AssertionError(f"{expected} `attn_mask` to be `None`, 2-D or 3-D but found {found}")
+        raise AssertionError(f"{_for_query(n)} `attn_mask` to be `None`, 2-D or 3-D but found {found}")
     if attn_mask is not None and n == 2 and attn_mask.dim() == 3:
         shape = (heads, query.shape[0], key.shape[0])
         if attn_mask.shape != shape:
@@ -33,6 +32,10 @@ def check_dimensions(
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise AssertionError(f"{name} {mask.dtype}: must be bool or floating")
     return n == 3
+
+
+def _for_query(n: int) -> str:
+    return f"For {'batched' if n == 3 else 'unbatched'} ({n}-D) `query`, expected"
 
 
 def check_sizes(

@@ -14,7 +14,8 @@ import harness
 from harness.cell.build import randomise
 from harness.cell.draws import fast_path_off
 from harness.swaps import SwapError
-from harness.variants.dropin import DropInAttention, EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+from harness.variants.multihead import DropInAttention
 
 E, H = 8, 2
 both = pytest.mark.parametrize("use_in_proj", [False, True])
@@ -337,7 +338,7 @@ def test_nothing_found_and_unheeded_options_are_errors() -> None:
     old = model()
     with pytest.raises(SwapError, match="nothing to swap in Cross: no module that was asked for"):
         harness.swap(old, only="nowhere.*")
-    with pytest.raises(SwapError, match="heeds: use_inproj; known here: dead_rows, use_in_proj"):
+    with pytest.raises(SwapError, match="heeds: use_inproj; known here: dead_rows, fast_path, use_in_proj"):
         harness.swap(old, use_inproj=True, inplace=True)
     assert isinstance(old.cross, nn.MultiheadAttention)
     with pytest.raises(ValueError, match="unknown kernel 'flash'"):

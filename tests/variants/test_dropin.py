@@ -6,6 +6,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.nn.utils import prune
 
 import harness
 from harness.cell.build import randomise
-from harness.variants.dropin import DropInAttention, EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+from harness.variants.multihead import DropInAttention
 
 CLASSES = (EagerMultiheadAttention, EagerMultiheadAttentionWithInProj)
 every_class = pytest.mark.parametrize("kind", CLASSES)
@@ -28,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 E, H = 8, 2
+FUSED = "torch._transformer_encoder_layer_fwd"
 
 
 def pair(
@@ -237,6 +240,86 @@ def test_gradients_flow_through_the_packed_weight() -> None:
     for part, start in ((ours.q_proj, 0), (ours.k_proj, E), (ours.v_proj, 2 * E)):
         assert part.weight.grad is not None
         assert torch.equal(part.weight.grad, torch.arange(start, start + E)[:, None].expand(E, E).float())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias"])
+def test_freezing_under_torchs_names_reaches_the_split_projections(name: str, grad: bool) -> None:
+    theirs, ours = pair(EagerMultiheadAttention)
+    kind = name.rpartition("_")[2]
+    parts = [ours.get_parameter(f"{part}.{kind}") for part in EagerMultiheadAttention.PARTS]
+    for step in (False, True):
+        for module in (theirs, ours):
+            with torch.set_grad_enabled(grad):
+                getattr(module, name).requires_grad = step
+                assert getattr(module, name).requires_grad == step
+        assert [part.requires_grad for part in parts] == [step] * 3
+        for module in (theirs, ours):
+            with torch.set_grad_enabled(grad):
+                held = getattr(module, name)
+                assert held.requires_grad_(not step) is held and held.requires_grad != step
+        assert [part.requires_grad for part in parts] == [not step] * 3
+    for module in (theirs, ours):
+        getattr(module, name).requires_grad_(False)
+        module(*self_inputs(5, 3))[0].sum().backward()
+    assert all(part.grad is None for part in parts) and getattr(theirs, name).grad is None
+    torch.testing.assert_close(ours.out_proj.weight.grad, theirs.out_proj.weight.grad)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda module: module.double(),
+    "written": lambda module: module.in_proj_bias.add_(1),
+    "assigned": lambda module: setattr(module, "in_proj_bias", nn.Parameter(torch.randn(3 * E))),
+    "loaded": lambda module: module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()}, assign=True),
+    "one of three": lambda module: setattr(module.k_proj, "bias", nn.Parameter(torch.randn(E))),
+    "moved": lambda module: setattr(module.v_proj.bias, "data", torch.randn(E)),
+    "frozen": lambda module: module.in_proj_bias.requires_grad_(False),
+    "none": lambda module: setattr(module, "in_proj_bias", None),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_packed_bias_is_never_of_before(change: str, mode: Callable[[], Any]) -> None:
+    module: Any = pair(EagerMultiheadAttention)[1]
+    for reads in (torch.no_grad, torch.inference_mode, torch.enable_grad, mode):
+        with reads():
+            assert module.in_proj_bias is not None
+    with torch.no_grad():
+        CHANGES[change](module)
+    for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        linears = (twin.q_proj, twin.k_proj, twin.v_proj)
+        with mode():
+            if change == "none":
+                assert twin.in_proj_bias is None
+                continue
+            expected = torch.cat([linear.bias for linear in linears])
+            assert torch.equal(twin.in_proj_bias, expected) and twin.in_proj_bias.dtype == expected.dtype
+            assert twin.in_proj_bias.requires_grad == (change != "frozen")
+        with torch.no_grad():
+            twin.in_proj_bias.fill_(3)
+        assert all((linear.bias == 3).all() for linear in linears)
+    if change != "none":
+        loss = (torch.ones(3 * E, requires_grad=True) * module.in_proj_bias.to(torch.float32)).sum()
+        loss.backward()  # no tensor of inference mode
+
+
+def test_a_layer_that_ran_in_inference_mode_trains() -> None:
+    """torch's layers read the bias at each call, and so have the three laid out in one memory."""
+    layer, _ = harness.swap(nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval())
+    x = self_inputs(2, 5)[0]
+    with torch.inference_mode():
+        layer(x)
+    assert not any(parameter.is_inference() for parameter in layer.parameters())
+    layer.train()(x).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+
+def test_the_packed_weight_is_a_plain_tensor_to_every_operation() -> None:
+    packed = EagerMultiheadAttention(E, H).in_proj_weight
+    assert not torch.overrides.has_torch_function((packed,))
+    for found in (packed * 2, packed.detach(), packed.data, packed[:2], packed.clone(), packed.chunk(3)[0]):
+        assert type(found) is Tensor
 
 
 @pytest.mark.parametrize("use_in_proj", [True, False])
@@ -655,3 +738,68 @@ def test_padding_through_an_encoder_that_nests(kind: type[DropInAttention]) -> N
         for found, wanted in zip(new(x_nested).unbind(), model(x_nested).unbind(), strict=True):
             torch.testing.assert_close(found, wanted)
     assert all(row.calls == 2 for row in report.swapped)
+
+
+# ---- torch's fast path -----------------------------------------------------------------------------------------------
+
+
+def encoder(**more: Any) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True, **more)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not more).eval()
+    randomise(model, torch.Generator().manual_seed(7))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("hidden", [0, 2, 5], ids=["no padding", "padding", "a row of padding alone"])
+@every_class
+def test_torchs_encoders_take_their_fast_path_where_it_is_allowed(kind: type[DropInAttention], hidden: int) -> None:
+    """Bit for bit torch's own inference, NaN of dead rows included; what trains is ours."""
+    theirs = encoder()
+    packed = kind is EagerMultiheadAttentionWithInProj
+    ours, report = harness.swap(theirs, use_in_proj=packed, fast_path=True)
+    x = self_inputs(2, 5)[0]
+    padding = torch.arange(5).expand(2, 5) >= torch.tensor([[5], [5 - hidden]])
+    for lined_up in (padding, padding.flip(1)):  # nested tensors inside, and not
+        with torch.no_grad(), mock.patch(FUSED, wraps=torch._transformer_encoder_layer_fwd) as fused:
+            found, expected = (model(x, src_key_padding_mask=lined_up) for model in (ours, theirs))
+        assert fused.call_count == 4
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert len(report.uncalled) == 2
+    for model in (theirs.train(), ours.train()):
+        model(x, src_key_padding_mask=padding).square().sum().backward()
+    assert report.uncalled == ()
+    for before, after in zip(theirs.layers, ours.layers, strict=True):
+        torch.testing.assert_close(after.linear1.weight.grad, before.linear1.weight.grad)
+        torch.testing.assert_close(after.self_attn.out_proj.weight.grad, before.self_attn.out_proj.weight.grad)
+
+
+@every_class
+def test_its_own_forward_never_takes_torchs_fast_path(kind: type[DropInAttention]) -> None:
+    ours, report = harness.swap(
+        nn.MultiheadAttention(E, H, batch_first=True).eval(),
+        use_in_proj=kind is EagerMultiheadAttentionWithInProj,
+        fast_path=True,
+    )
+    with torch.no_grad(), mock.patch("torch._native_multi_head_attention") as fused:
+        ours(*self_inputs(2, 5))
+    assert not fused.called and report.uncalled == ()
+
+
+@every_class
+def test_a_layer_that_cannot_take_its_fast_path_calls_ours(kind: type[DropInAttention]) -> None:
+    theirs = encoder(activation=nn.functional.silu)
+    ours, report = harness.swap(theirs, use_in_proj=kind is EagerMultiheadAttentionWithInProj, fast_path=True)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(self_inputs(2, 5)[0]), theirs(self_inputs(2, 5)[0]))
+    assert report.uncalled == ()
+
+
+@every_class
+def test_the_fast_path_goes_along(kind: type[DropInAttention]) -> None:
+    once = kind(E, H, fast_path=True)
+    for to in ("sdpa", "fused" if kind is EagerMultiheadAttention else "split"):
+        again: Any = harness.swap(copy.deepcopy(once), to=to)[0]
+        assert again.fast_path
+    back: Any = harness.swap(once, fast_path=False)[0]
+    assert not back.fast_path and not kind(E, H).fast_path

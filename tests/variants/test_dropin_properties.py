@@ -11,7 +11,8 @@ from hypothesis import given, seed, settings
 from torch import Tensor, nn
 
 from harness.cell.build import randomise
-from harness.variants.dropin import DropInAttention, EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
+from harness.variants.multihead import DropInAttention
 
 CLASSES = (EagerMultiheadAttention, EagerMultiheadAttentionWithInProj)
 ROUNDING = 1e-12  # of float64 at the sizes below, relative to the largest value: bugs are 1e-3 and more
