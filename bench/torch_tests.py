@@ -152,7 +152,8 @@ def replace_class(mode: Mode) -> type:
     from harness.variants import dropin, multihead
 
     ours = getattr(dropin, mode.replaced_by)
-    multihead.DropInAttention.__init__.__kwdefaults__["fast_path"] = mode.fast_path
+    made: Any = multihead.DropInAttention.__init__
+    made.__kwdefaults__["fast_path"] = mode.fast_path
     for place in (torch.nn, torch.nn.modules, torch.nn.modules.activation, torch.nn.modules.transformer):
         assert hasattr(place, "MultiheadAttention")
         place.MultiheadAttention = ours  # type: ignore[attr-defined]

@@ -129,7 +129,7 @@ class EagerMultiheadAttention(DropInAttention):
         return None if q is None or k is None or v is None else torch.cat([q, k, v])
 
     def _has_no_in_bias(self) -> bool:
-        return held(self._modules["q_proj"], "bias") is None  # without packing the three
+        return held(self._linears()[0], "bias") is None  # without packing the three
 
     def _linears(self) -> list[Any]:
         return [self._modules[part] for part in self.PARTS]

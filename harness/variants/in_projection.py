@@ -17,7 +17,7 @@ class Packed(Tensor):
 
     parts: Sequence[Tensor]
     addresses: Sequence[int]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def requires_grad(self) -> bool:
