@@ -8,6 +8,8 @@ from torch.fx import Proxy
 from harness.kernels.call import Kernel
 from harness.kernels.transforms import record_module
 from harness.variants.cache import KVCache
+from harness.variants.quantised import QuantisedKVCache
+from harness.variants.specs.quantised import Quantisation
 
 
 class CachedSelfAttention(nn.Module):
@@ -51,5 +53,5 @@ class CachedSelfAttention(nn.Module):
         """The heads' outputs, (B, H, L, D_v), as `attention` gives them when called with `rules`."""
         raise NotImplementedError
 
-    def new_cache(self, capacity: int = 0) -> KVCache:
-        return KVCache(capacity)
+    def new_cache(self, capacity: int = 0, *, quantised: Quantisation | None = None) -> KVCache:
+        return KVCache(capacity) if quantised is None else QuantisedKVCache(capacity, quantised)

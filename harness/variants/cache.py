@@ -4,6 +4,9 @@ One class holds what any variant must keep: per token and head, some channels of
 attention keep (k, v); MLA keeps one latent stream, or expanded (k, v).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,8 +47,23 @@ class KVCache:
     def allocated_bytes(self) -> int:
         """What the cache really occupies: its storages, each counted once."""
         # By identity, not address: on the meta device every address is 0.
-        storages = {storage._cdata: storage.nbytes() for storage in (b.untyped_storage() for b in self._buffers)}
+        storages = {storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in self._storages())}
         return sum(storages.values())
+
+    def get_cache_info(self) -> dict[str, Any]:
+        """What the cache holds, for people and logs."""
+        return {
+            "tokens": self.length,
+            "capacity": self.capacity,
+            "dtype": str(self._buffers[0].dtype).removeprefix("torch.") if self._buffers else None,
+            "streams": [(b.shape[0], b.shape[1], self.length, b.shape[3]) for b in self._buffers],
+            "allocated_bytes": self.allocated_bytes,
+            "bytes_per_token": self.allocated_bytes / self.capacity if self.capacity else None,
+        }
+
+    def _storages(self) -> Sequence[Tensor]:
+        """All tensors that the cache keeps."""
+        return self._buffers
 
     def _check(self, streams: tuple[Tensor, ...]) -> None:
         """Writing in place would broadcast and cast what does not fit, without a word."""
