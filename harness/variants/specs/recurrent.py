@@ -124,7 +124,7 @@ def _flops(params: Callable[[Case], int], products: int) -> Callable[[Case], int
 
 
 def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"head_dim": resolve_head_dim(raw)}
+    return {"kv_heads": None, "head_dim": resolve_head_dim(raw)}
 
 
 def _shared(raw: Mapping[str, Any]) -> dict[str, Any]:
