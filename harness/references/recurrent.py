@@ -138,7 +138,7 @@ class GatedDelta(Recurrent):
         q, k = (normed(t.view(B, L, Hk, Dk))[:, :, heads] for t in (q, k))
         decay = torch.exp(-torch.exp(rate) * F.softplus(a + bias))[..., None].expand(B, L, Hv, Dk)
         out = scan(q / Dk**0.5, k, v.view(B, L, Hv, Dv), decay, beta, keep, state).to(x.dtype)
-        out = rms(out, self.norm.weight, 1e-6) * F.silu(*wide(z)).to(x.dtype)
+        out = rms(out, self.norm.weight, 1e-6) * F.silu(wide(z)[0]).to(x.dtype)
         projected: Tensor = self.out_proj(out.flatten(2))
         return projected
 

@@ -1,5 +1,6 @@
 """Replace attention inside a model and prove that the weights went along."""
 
+from harness.swaps import composed as composed
 from harness.swaps import conversions as conversions
 from harness.swaps import recurrent as recurrent
 from harness.swaps import references as references

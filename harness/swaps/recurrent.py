@@ -1,5 +1,7 @@
 """The token-by-token references of recurrent layers to harness's variants; every parameter keeps its name."""
 
+from typing import Any
+
 from torch import nn
 
 from harness.kernels.call import Kernel
@@ -35,7 +37,7 @@ def convert_mamba2(old: references.Mamba2Mixer, kernel: Kernel, request: Request
     return _renamed(Mamba2(old.embed_dim, H, num_groups=G, head_dim=P, state=N, **options))
 
 
-def _options(out: nn.Linear, kernel: Kernel, request: Request) -> dict[str, object]:
+def _options(out: nn.Linear, kernel: Kernel, request: Request) -> dict[str, Any]:
     """On the meta device: every weight comes from the old module."""
     asked = {name: request.options[name] for name in ("form", "chunk") if name in request.options}
     return {"counted": kernel.counted, "device": "meta", "dtype": out.weight.dtype, **asked}

@@ -24,23 +24,25 @@ Mode = Literal["auto", "naive", "absorbed"]
 
 
 class Rope:
-    """Rotary positions on interleaved pairs (channels 2i and 2i+1), as DeepSeek's weights expect.
+    """Rotary positions on interleaved pairs (channels 2i and 2i+1), as DeepSeek's weights expect, or on `halves`
+    (channels i and i + dim / 2), as those of most other models do.
 
     Angles are made in float64: at position 10,000 a float32 angle is already off by 6e-4.
     """
 
-    def __init__(self, dim: int, theta: float = 10_000.0) -> None:
+    def __init__(self, dim: int, theta: float = 10_000.0, *, halves: bool = False) -> None:
         if dim % 2:
             raise ValueError(f"dim = {dim}: must be even: RoPE turns pairs of channels")
-        self.dim, self.theta = dim, theta
+        self.dim, self.theta, self.halves = dim, theta, halves
         self._table: tuple[Tensor, Tensor] | None = None  # cos and sin of (positions, dim / 2)
 
     def __call__(self, x: Tensor, start: int) -> Tensor:
         """x (B, heads, L, dim), whose first token stands at position `start`."""
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = self._angles(start, start + x.shape[2], wide, x.device)  # (L, dim / 2)
-        even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        pairs, across = ((2, -1), -2) if self.halves else ((-1, 2), -1)
+        even, odd = x.to(wide).unflatten(-1, pairs).unbind(across)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=across)
         return turned.flatten(-2).to(x.dtype)
 
     def _angles(self, start: int, end: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

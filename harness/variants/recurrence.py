@@ -7,7 +7,8 @@
 decay between its two tokens, and under the delta rule a triangular system. `chunked` is parallel within chunks and
 recurrent between them: for long prompts the cheapest. All three take and give the state.
 
-Log-decays are summed before exp, and never positive: nothing overflows, however fast a state forgets. Everything is computed in the inputs' dtype, in float32 at least.
+Log-decays are summed before exp, and never positive: nothing overflows, however fast a state forgets. Everything is
+computed in the inputs' dtype, in float32 at least.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Layers around linear recurrences: Lightning, Gated DeltaNet, KDA and Mamba2, with a cache that no length makes larger.
+"""Layers around linear recurrences: Lightning, Gated DeltaNet, KDA and Mamba2, and a cache that no length enlarges.
 
 Parameters have the names and shapes of transformers' classes, so that state dicts go over as they are. A token that a
 mask hides from all leaves the state as it was.
@@ -114,7 +114,7 @@ class LightningAttention(RecurrentLayer):
 
 
 class GatedDeltaNet(RecurrentLayer):
-    """Qwen3-Next: the delta rule with a decay for each token and head; `num_heads` value heads share `num_key_heads`."""
+    """Qwen3-Next: the delta rule with a decay for each token and head; value heads share `num_key_heads`."""
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_key_heads: int, head_dim: int, v_head_dim: int,
@@ -239,8 +239,8 @@ def _unit(x: Tensor) -> Tensor:
 
 def _by_head(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Recurrence:
     """From (B, L, H, channels), each."""
-    parts = [t.transpose(1, 2) for t in (q, k, v, g)]
-    return Recurrence(*parts, None if beta is None else beta.transpose(1, 2))
+    q, k, v, g = (t.transpose(1, 2) for t in (q, k, v, g))
+    return Recurrence(q, k, v, g, None if beta is None else beta.transpose(1, 2))
 
 
 def _tokens(mask: Tensor, batch: int, length: int) -> Tensor:

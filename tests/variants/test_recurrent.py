@@ -3,7 +3,7 @@
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -76,7 +76,9 @@ def test_a_long_sequence_that_hardly_forgets_and_one_that_forgets_at_once_stay_e
     for fast in (1e-5, 50.0):
         steps = random_steps(1, delta=True, length=1500, fast=fast)
         exact, _ = recurrence.run(steps, None, form="recurrent")
-        narrow = Recurrence(*(t.float() for t in (steps.q, steps.k, steps.v, steps.g)), steps.beta.float())  # type: ignore[union-attr]
+        assert steps.beta is not None
+        q, k, v, g, beta = (t.float() for t in (steps.q, steps.k, steps.v, steps.g, steps.beta))
+        narrow = Recurrence(q, k, v, g, beta)
         chunked, _ = recurrence.run(narrow, None, form="chunked")
         slow, _ = recurrence.run(narrow, None, form="recurrent")
         assert float((chunked - exact).abs().max()) <= 4 * float((slow - exact).abs().max())
@@ -214,7 +216,7 @@ def test_parameters_and_bytes_are_the_formulas_at_any_length(name: str, sizes: t
 def test_float32_states_are_as_large_as_transformers(name: str) -> None:
     from transformers import DynamicCache
 
-    reference, ours = pair_of(name, torch.float32)
+    _, ours = pair_of(name, torch.float32)
     layer, _ = theirs(name)
     x = tokens(torch.float32)
     mine = ours.new_cache()
@@ -226,14 +228,12 @@ def test_float32_states_are_as_large_as_transformers(name: str) -> None:
         layer(x, None, None, past_key_values=kept)
         held = [kept.get_linear_cache(0)]
     else:
-        config: Any = getattr(layer, "config", None)
-        del config
         from transformers.cache_utils import LinearAttentionLayer
 
-        states = DynamicCache()
+        states: Any = DynamicCache()
         states.layers = [LinearAttentionLayer()]
         layer(x, cache_params=states)
-        held = [states.layers[0].conv_states[0], states.layers[0].recurrent_states[0]]  # type: ignore[attr-defined]
+        held = [states.layers[0].conv_states[0], states.layers[0].recurrent_states[0]]
     assert mine.allocated_bytes == sum(t.numel() * t.element_size() for t in held)
 
 
@@ -272,7 +272,7 @@ def test_refusals_name_the_value() -> None:
     with pytest.raises(Unsupported, match=r"mask torch.bool \(21, 21\): a recurrence can hide whole tokens alone"):
         ours(x, mask=torch.ones(S, S, dtype=torch.bool))
     with pytest.raises(ValueError, match="form = 'scan': must be one of auto, chunked, recurrent, parallel"):
-        LightningAttention(8, 2, head_dim=4, form="scan")  # type: ignore[arg-type]
+        LightningAttention(8, 2, head_dim=4, form=cast(Any, "scan"))
     with pytest.raises(ValueError, match="chunk = 0: must be at least 1"):
         LightningAttention(8, 2, head_dim=4, chunk=0)
 

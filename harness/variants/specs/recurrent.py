@@ -1,7 +1,7 @@
 """Linear recurrences: Lightning, Gated DeltaNet, KDA and Mamba2. Their cache is a state, as large for any length.
 
-`heads` are those of the values; Gated DeltaNet has `kv_heads` key heads, Mamba2 as many groups. Mamba2's state has twice
-the channels of a head, as in its own models. Convolutions keep their last CONV inputs.
+`heads` are those of the values; Gated DeltaNet has `kv_heads` key heads, Mamba2 as many groups. Mamba2's state has
+twice the channels of a head, as in its own models. Convolutions keep their last CONV inputs.
 """
 
 from collections.abc import Callable, Mapping
