@@ -14,7 +14,6 @@ from torch import Tensor
 from harness.cell.check import check
 from harness.cell.rule import Equivalence
 from harness.kernels.front import AnyKernel, attention
-from harness.references.dequantised import dequantised
 from harness.variants.quantised import QuantisedKVCache
 
 TINY = 1e-300  # a row that attends nothing: its weights are 0, and stay so
@@ -86,3 +85,41 @@ def propagated(q: Tensor, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor, **ru
 def _largest_ratio(errors: Tensor, bounds: Tensor) -> float:
     """NaN where an error is: it keeps no bound."""
     return float(torch.where(errors == 0, 0.0, errors / bounds).max()) if errors.numel() else 0.0
+
+
+def dequantised(cache: QuantisedKVCache) -> tuple[Tensor, ...]:
+    """What the cache holds, decoded number by number, in float64: each stream (B, heads, S, width).
+
+
+    Nothing of the cache's own decoding is used: fp8 is read from its bits.
+    """
+    found = []
+    for coded, waiting in zip(cache.coded(), cache.waiting(), strict=True):
+        codes = coded.codes
+        if cache.how.format == "fp8":
+            numbers = _fp8_values()[codes.view(torch.uint8).long()]
+        elif cache.how.format == "int4":
+            halves = codes.long()
+            numbers = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=torch.float64)
+            numbers[..., 0::2], numbers[..., 1::2] = halves % 16, halves // 16
+        else:
+            numbers = codes.double()
+        S, width = numbers.shape[2:]
+        token = torch.arange(S) // max(1, S // max(1, coded.scale.shape[2]))
+        channel = torch.arange(width) // (width // coded.scale.shape[3])
+        scale = coded.scale.double()[:, :, token][..., channel] if S else numbers
+        values = numbers * scale
+        if coded.least is not None and S:
+            values = values + coded.least.double()[:, :, token][..., channel]
+        found.append(torch.cat((values, waiting.double()), dim=2))
+    return tuple(found)
+
+
+def _fp8_values() -> Tensor:
+    """Of all 256 patterns: a sign, four bits of exponent (bias 7), three of mantissa; all ones is NaN."""
+    values = []
+    for bits in range(256):
+        sign, exponent, mantissa = -1.0 if bits & 128 else 1.0, bits >> 3 & 15, bits & 7
+        size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        values.append(float("nan") if bits & 127 == 127 else sign * size)
+    return torch.tensor(values, dtype=torch.float64)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness.case import Case
 from harness.references import Reference
-from harness.variants.specs.recurrent import CONV, delta_sizes, mamba2_sizes
+from harness.variants.specs.recurrent import CONV
 
 
 class State:
@@ -113,15 +113,16 @@ class Lightning(Recurrent):
 class GatedDelta(Recurrent):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.embed_dim, self.sizes = case.embed_dim, delta_sizes(case)
-        sizes = self.sizes
-        self.in_proj_qkvz = nn.Linear(case.embed_dim, 2 * (sizes.keys + sizes.values), bias=False)
-        self.in_proj_ba = nn.Linear(case.embed_dim, 2 * sizes.heads, bias=False)
-        self.conv1d = Weight(sizes.channels, 1, CONV)
-        self.dt_bias = nn.Parameter(torch.empty(sizes.heads))
-        self.A_log = nn.Parameter(torch.empty(sizes.heads))
-        self.norm = Weight(sizes.value_dim)
-        self.out_proj = nn.Linear(sizes.values, case.embed_dim, bias=False)
+        assert case.kv_heads is not None and case.v_head_dim is not None
+        self.embed_dim = case.embed_dim
+        self.sizes = Hv, Hk, Dk, Dv = case.heads, case.kv_heads, case.head_dim, case.v_head_dim
+        self.in_proj_qkvz = nn.Linear(case.embed_dim, 2 * (Hk * Dk + Hv * Dv), bias=False)
+        self.in_proj_ba = nn.Linear(case.embed_dim, 2 * Hv, bias=False)
+        self.conv1d = Weight(2 * Hk * Dk + Hv * Dv, 1, CONV)
+        self.dt_bias = nn.Parameter(torch.empty(Hv))
+        self.A_log = nn.Parameter(torch.empty(Hv))
+        self.norm = Weight(Dv)
+        self.out_proj = nn.Linear(Hv * Dv, case.embed_dim, bias=False)
 
     def mixed(self, x: Tensor, keep: Tensor, state: State) -> Tensor:
         (B, L, _), (Hv, Hk, Dk, Dv) = x.shape, self.sizes
@@ -185,15 +186,16 @@ class KimiDelta(Recurrent):
 class Mamba2Mixer(Recurrent):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.embed_dim, self.sizes = case.embed_dim, mamba2_sizes(case)
-        sizes = self.sizes
-        self.in_proj = nn.Linear(case.embed_dim, sizes.inner + sizes.channels + sizes.heads, bias=False)
-        self.conv1d = Weight(sizes.channels, 1, CONV, bias=True)
-        self.dt_bias = nn.Parameter(torch.empty(sizes.heads))
-        self.A_log = nn.Parameter(torch.empty(sizes.heads))
-        self.norm = Weight(sizes.inner)
-        self.D = nn.Parameter(torch.empty(sizes.heads))
-        self.out_proj = nn.Linear(sizes.inner, case.embed_dim, bias=False)
+        assert case.kv_heads is not None
+        self.embed_dim = case.embed_dim
+        self.sizes = H, G, P, N = case.heads, case.kv_heads, case.head_dim, 2 * case.head_dim
+        self.in_proj = nn.Linear(case.embed_dim, 2 * H * P + 2 * G * N + H, bias=False)
+        self.conv1d = Weight(H * P + 2 * G * N, 1, CONV, bias=True)
+        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.norm = Weight(H * P)
+        self.D = nn.Parameter(torch.empty(H))
+        self.out_proj = nn.Linear(H * P, case.embed_dim, bias=False)
 
     def mixed(self, x: Tensor, keep: Tensor, state: State) -> Tensor:
         (B, L, _), (H, G, P, N) = x.shape, self.sizes

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from harness.variants.specs.recurrent import CHUNK, FEW
+
 Form = Literal["auto", "chunked", "recurrent", "parallel"]
 FORMS = ("auto", "chunked", "recurrent", "parallel")
-CHUNK = 64
-FEW = 4  # tokens that are taken one by one
 
 
 @dataclass(frozen=True)

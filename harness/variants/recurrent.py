@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.kernels.call import Unsupported
-from harness.variants.recurrence import CHUNK, FORMS, Form, Recurrence, StateCache, run
-from harness.variants.specs.recurrent import CONV, DeltaSizes, Mamba2Sizes
+from harness.variants.recurrence import FORMS, Form, Recurrence, StateCache, run
+from harness.variants.specs.recurrent import CHUNK, CONV, DeltaSizes, Mamba2Sizes
 
 
 class RecurrentLayer(nn.Module):
@@ -60,10 +60,13 @@ class RecurrentLayer(nn.Module):
             k, g = torch.where(at, steps.k, 0.0), torch.where(at, steps.g, 0.0)
             steps = Recurrence(steps.q, k, steps.v, g, steps.beta)
         before = None if cache is None else cache.get("recurrence")
-        out, state = run(steps, before, form=self.form, chunk=self.chunk)
+        out, state = self._scan(steps, before)
         if cache is not None:
             cache.put("recurrence", state)
         return out.transpose(1, 2)
+
+    def _scan(self, steps: Recurrence, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return run(steps, state, form=self.form, chunk=self.chunk)
 
     def _convolve(self, x: Tensor, conv: nn.Conv1d, cache: StateCache | None) -> Tensor:
         """silu of a causal convolution of each channel, (B, L, channels); the cache holds its last `width` inputs."""

@@ -11,8 +11,7 @@ from torch import Tensor
 import harness
 from harness import Quantisation
 from harness.cell import quantised as judging
-from harness.cell.quantised import judge_cache
-from harness.references.dequantised import dequantised
+from harness.cell.quantised import dequantised, judge_cache
 from harness.variants import quantised
 from harness.variants.quantised import QuantisedKVCache
 from tests.support.attention import draw

@@ -295,7 +295,7 @@ def test_the_grid_judges_weighs_and_counts_it(name: str, tmp_path: Path) -> None
 
 def test_other_masks_are_impossible_for_it() -> None:
     grid = {"variant": "kda", "embed_dim": E, "heads": 4, "seq_len": 10, "mask": "sliding_window", "phase": "prefill"}
-    with pytest.raises(ValueError, match="impossible for kda: this variant has only causal, causal_padding"):
+    with pytest.raises(ValueError, match="impossible for kda: this variant has only causal, left_padding"):
         harness.run({"name": "x", "grid": grid})
 
 

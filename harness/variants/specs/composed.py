@@ -56,6 +56,13 @@ def _shared_flops(case: Case) -> int:
     return 2 * grouped_flops(case) - kv * (3 if case.phase == "train" else 1)
 
 
+def _differential_flops(case: Case) -> int:
+    """Values of both halves go with each key."""
+    queries = 1 if case.phase == "decode" else case.seq_len
+    more = 2 * case.batch * queries * case.heads * case.kv_len * case.head_dim
+    return grouped_flops(case) + more * (3 if case.phase == "train" else 1)
+
+
 def _gated_flops(case: Case) -> int:
     queries = 1 if case.phase == "decode" else case.seq_len
     gates = 2 * case.embed_dim * case.heads * case.head_dim * queries * case.batch
@@ -82,7 +89,8 @@ def _add(name: str, title: str, params: Callable[[Case], int], **other: Any) -> 
 _add("gated_gqa", "Qwen3-Next's: each head's output times a sigmoid gate; q and k normed", _gated_params,
      flops=_gated_flops)  # fmt: skip
 _add("differential", "the difference of two softmaxes over the same values, normed (DiffLlama)",
-     lambda case: grouped_case_params(case) + 4 * case.head_dim, resolve=_resolve_differential)  # fmt: skip
+     lambda case: grouped_case_params(case) + 4 * case.head_dim,
+     resolve=_resolve_differential, flops=_differential_flops)  # fmt: skip
 _add("sinks", "gpt-oss's: a logit for each head joins the softmax and carries no value",
      lambda case: grouped_case_params(case) + case.heads, masks=CAUSAL)  # fmt: skip
 _add("sinks_sliding", f"the same in a window of {WINDOW} keys, which are all that its cache keeps",

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from harness.case import PHASES, Case
 from harness.variants.specs import MATMUL, VARIANTS, Impossible, VariantSpec, at_least_one, resolve_head_dim
 
+CHUNK = 64  # tokens that are taken at once, of more than FEW
+FEW = 4  # tokens that are taken one by one
 CONV = 4  # inputs that a causal convolution sees, the newest included
 STATE_BYTES = 4  # float32 at least: what is added to at every token would lose its small parts in half precision
 
@@ -110,14 +112,19 @@ def _mamba2_bytes(case: Case) -> int:
     return _state_bytes(case, sizes.inner * sizes.state, sizes.channels)
 
 
-def _flops(params: Callable[[Case], int], products: int) -> Callable[[Case], int]:
-    """Projections and convolutions once a token, and `products` of a vector with the state: no length enters."""
+def _flops(sizes: Callable[[Case], tuple[int, int]], unmultiplied: Callable[[Case], int], *, delta: bool) -> Any:
+    """`sizes`: channels of a key and of a value; `unmultiplied`: parameters that no matrix product takes."""
 
     def flops(case: Case) -> int:
-        width = {"gated_deltanet": case.v_head_dim, "mamba2": 2 * case.head_dim}.get(case.variant) or case.head_dim
-        state = case.heads * case.head_dim * width
-        tokens = 1 if case.phase == "decode" else case.seq_len
-        forward = case.batch * tokens * MATMUL * (params(case) + products * state)
+        D, D_v = sizes(case)
+        L = 1 if case.phase == "decode" else case.seq_len
+        products = 3 if delta else 2  # with the state: written, read, and under the delta rule read by the key
+        in_state = L * products * D * D_v
+        if L > FEW:  # in chunks: what is read of the other tokens, and under the delta rule how keys overlap
+            chunks = [CHUNK] * (L // CHUNK) + [L % CHUNK] * (L % CHUNK > 0)
+            in_state += sum(C * C * ((2 if delta else 1) * D + D_v) for C in chunks)
+        params = VARIANTS[case.variant].params(case) - unmultiplied(case)
+        forward = case.batch * MATMUL * (L * params + case.heads * in_state)
         return 3 * forward if case.phase == "train" else forward
 
     return flops
@@ -140,15 +147,21 @@ def _delta(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**resolved, "v_head_dim": resolved["head_dim"] if given is None else at_least_one("v_head_dim", given)}
 
 
-for _name, _title, _axes, _resolve, _params, _bytes, _products in (
+for _name, _title, _axes, _resolve, _params, _bytes, _count in (
     ("lightning", "MiniMax's Lightning: linear attention, a fixed decay for each head", (), _plain,
-     _lightning_params, _lightning_bytes, 2),
+     _lightning_params, _lightning_bytes,
+     _flops(lambda case: (case.head_dim, case.head_dim), lambda case: case.heads * case.head_dim, delta=False)),
     ("gated_deltanet", "Qwen3-Next's Gated DeltaNet: the delta rule, a decay for each token",
-     ("kv_heads", "v_head_dim"), _delta, _delta_params, _delta_bytes, 3),
+     ("kv_heads", "v_head_dim"), _delta, _delta_params, _delta_bytes,
+     _flops(lambda case: delta_sizes(case)[2:], lambda case: 2 * case.heads + delta_sizes(case).value_dim, delta=True)),
     ("kda", "Kimi Linear's KDA: the delta rule, a decay for each token and channel", (), _plain,
-     _kimi_params, _kimi_bytes, 3),
+     _kimi_params, _kimi_bytes,
+     _flops(lambda case: (case.head_dim, case.head_dim),
+            lambda case: case.heads * case.head_dim + case.heads + case.head_dim, delta=True)),
     ("mamba2", "Mamba2: a state space, its keys and queries shared by groups of heads", ("kv_heads",), _shared,
-     _mamba2_params, _mamba2_bytes, 2),
+     _mamba2_params, _mamba2_bytes,
+     _flops(lambda case: (2 * case.head_dim, case.head_dim),
+            lambda case: mamba2_sizes(case).channels + 3 * case.heads + mamba2_sizes(case).inner, delta=False)),
 ):  # fmt: skip
     VARIANTS.add(
         _name,
@@ -161,9 +174,9 @@ for _name, _title, _axes, _resolve, _params, _bytes, _products in (
             params=_params,
             kv_elements_per_token=None,
             state_bytes=_bytes,
-            flops=_flops(_params, _products),
+            flops=_count,
             reference=lambda _: "recurrent",
             core="recurrence",
-            masks=("causal", "causal_padding"),
+            masks=("causal", "left_padding"),
         ),
     )
