@@ -304,6 +304,16 @@ def test_data_and_gradients_under_torchs_names_are_those_of_the_split_projection
         getattr(ours, name).register_hook(lambda grad: grad * 2)
 
 
+@every_class
+def test_weights_made_in_inference_mode_run_there(kind: type[DropInAttention]) -> None:
+    layer, x = nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval(), self_inputs(5, 3)[0]
+    with torch.inference_mode():
+        ours = harness.replace_mha_with_eager(layer, use_in_proj=kind is EagerMultiheadAttentionWithInProj)
+        torch.testing.assert_close(ours(x), layer(x))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), layer(x))
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda module: module.double(),
     "written": lambda module: module.in_proj_bias.add_(1),
