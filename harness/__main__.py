@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from harness import commands
 from harness.errors import BAD_INPUT, BUG, EQUAL, INTERRUPTED, BadInput
-from harness.text import configure, discard_output
+from harness.text import configure, discard_output, harmless_lines
 
 EPILOG = """\
 exit codes:  0 all equal, or ROUNDED WORSE (with --strict 1)   1 a mismatch or a regression   2 bad input
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EQUAL
     except (BadInput, OSError) as error:
         # A folder that cannot be written, a full disk: not a mismatch, so not exit 1.
-        print(f"harness: {error}", file=sys.stderr)
+        print(harmless_lines(f"harness: {error}"), file=sys.stderr)
         return BAD_INPUT
     except Exception:
         traceback.print_exc()

@@ -77,6 +77,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="this kernel instead of the cells' own; a file of this repository is each version's own",
     )
     timing.add_argument(
+        "--trust-kernels",
+        action="store_true",
+        help="run the files and modules that the run's records name as kernels; without it only those of --kernel",
+    )
+    timing.add_argument(
         "--seed", metavar="N", type=int, help="of the orders drawn, as gate.json has it: the same again"
     )
     timing.add_argument("--min-effect", metavar="PERCENT", type=_percent, default=0.02, help="default: 2")
@@ -159,13 +164,15 @@ def _time(options: argparse.Namespace, cells: "ChosenCells", outcome: "GateOutco
     from rich.console import Console
 
     from harness.gate.baseline import read_baseline
-    from harness.gate.cells import choose
+    from harness.gate.cells import choose, refuse_foreign
     from harness.gate.findings import TimingSettings
     from harness.gate.timing import judge_times
     from harness.gate.versions import baseline_commit, checked_out, folder_version, working_tree
     from harness.text import plural, progress
 
     cells = choose(cells, glob=options.cells, kernels=options.kernel)
+    if not (options.trust_kernels or options.kernel or options.timing_only):
+        refuse_foreign(cells, options.folder)
     settings = TimingSettings(
         min_effect=options.min_effect,
         must_see=options.must_see,

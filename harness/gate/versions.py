@@ -100,7 +100,7 @@ def baseline_commit(suite: str, baseline_dir: Path) -> str:
     """The commit that the accepted baseline of a suite came from."""
     path = Path(baseline_dir) / f"{store.slug(suite)}.json"
     try:
-        commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
+        commit = json.loads(store.read_regular(path).decode())["commit"]
     except FileNotFoundError:
         raise VersionError(f"--base: there is no {path} to take the commit from; name a revision: --base REV") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -17,6 +17,7 @@ from harness.kernels.call import AttentionCall, Kernel, Unsupported
 from harness.kernels.domain import ATTRIBUTE, domain_of
 from harness.kernels.domain_file import domain_file, read_domains
 from harness.kernels.layouts.layout import adapt
+from harness.text import plain
 
 MOST_TOLD = 2000  # characters
 
@@ -177,4 +178,4 @@ def _execute(importing: Callable[[], Any], place: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's file raises while it is imported
-        raise PluginError(f"{place}: importing it raised {told(error)}") from error
+        raise PluginError(f"{place}: importing it raised {plain(told(error))}") from error

@@ -3,6 +3,7 @@
 from harness.errors import StoreError as StoreError
 from harness.store.files import claim as claim
 from harness.store.files import new_folder as new_folder
+from harness.store.files import read_regular as read_regular
 from harness.store.files import slug as slug
 from harness.store.files import write_atomically as write_atomically
 from harness.store.folder import LATEST as LATEST
@@ -22,6 +23,7 @@ from harness.store.manifest import write_environment as write_environment
 from harness.store.reading import CSV as CSV
 from harness.store.reading import PARQUET as PARQUET
 from harness.store.reading import Stored as Stored
+from harness.store.reading import csv_text as csv_text
 from harness.store.reading import dtype as dtype
 from harness.store.reading import load as load
 from harness.store.reading import read as read

@@ -19,13 +19,13 @@ import harness
 from harness.environment import Environment
 from harness.errors import BadInput, StoreError
 from harness.kernels.names import content_of
-from harness.store.files import write_atomically
+from harness.store.files import read_regular, write_atomically
 
 MANIFEST, CONFIG, ENVIRONMENT = "run.json", "config.yaml", "environment.json"
 # What a worker process imports, and so all that can change a record. To edit a report or the gate makes no other run.
 MEASURING = (
-    *("errors", "registry", "yaml_lines", "case", "record", "kernels", "candidate", "variants", "references", "swaps"),
-    *("suite", "cell", "battery", "workers"),
+    *("errors", "registry", "text", "yaml_lines", "case", "record", "kernels", "candidate", "variants", "references"),
+    *("swaps", "suite", "cell", "battery", "workers"),
 )
 # Numbers may move with these; memory, the commit and pandas move none.
 COMPARED = ("python", "torch", "numpy", "platform", "cpu", "threads")
@@ -136,7 +136,7 @@ def read_about(folder: Path) -> About | None:
     """None where there is no run.json: then nobody knows whether a cell is missing."""
     path = Path(folder) / MANIFEST
     try:
-        data = json.loads(path.read_bytes().decode())
+        data = json.loads(read_regular(path).decode())
         manifest = _decode(data)
         if data["cells"] != len(manifest.planned) or data["case_ids_sha256"] != _ids_sha256(manifest.case_ids):
             raise ValueError("its case_ids do not have the length or the checksum that it gives")
@@ -234,7 +234,7 @@ def write_environment(folder: Path, environment: Environment) -> None:
 def read_environment(folder: Path) -> Environment:
     path = Path(folder) / ENVIRONMENT
     try:
-        return Environment.from_json(path.read_text(encoding="utf-8"))
+        return Environment.from_json(read_regular(path).decode())
     except FileNotFoundError:
         raise StoreError(f"{path} does not exist") from None
     except ValueError as error:

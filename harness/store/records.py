@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from harness.errors import StoreError
 from harness.record import STATUSES, Record
+from harness.store.files import read_regular
 
 RECORDS = "records.jsonl"
 # Strict JSON knows no non-finite number, yet an infinite error is a result.
@@ -160,7 +161,7 @@ def read_lines(folder: Path) -> list[Line]:
 def _read(folder: Path) -> tuple[list[Line], Tail]:
     path = Path(folder) / RECORDS
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreError(f"{folder} is not a run's folder: it has no {RECORDS}") from None
     # Not splitlines(): a message may hold U+2028 or \x85, which are no line ends in JSON lines.
