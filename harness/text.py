@@ -107,7 +107,7 @@ def plain(text: Any) -> str:
 
 
 def harmless_lines(text: Any) -> str:
-    """A message of several lines for a terminal or a CI log, where a line that begins with `::` or `##[` is a command."""
+    """A message of several lines for a CI's log, too, where a line that begins with `::` or `##[` is a command."""
     lines = [plain(line) for line in str(text).split("\n")]
     return "\n".join(f"| {line}" if line.lstrip().startswith(("::", "##[")) else line for line in lines)
 

@@ -178,9 +178,7 @@ class _Builder:
             return text
         if OLD_NUMBER.fullmatch(text):
             value = self.loader.construct_object(yaml.ScalarNode(tag, text, event.start_mark, event.end_mark))
-            rule = (
-                f"{text} would be the number {value} in YAML 1.1, and is none to most people; write {value}, or quotes"
-            )
+            rule = f"{text} would be the number {value} in YAML 1.1, and to few people; write {value}, or quotes"
             raise YamlError(rule, line, path)
         try:
             return self.loader.construct_object(yaml.ScalarNode(tag, text, event.start_mark, event.end_mark))

@@ -22,7 +22,14 @@ from tests.support import ROOT, called
 from tests.support.records import folder, record
 
 EVIL = "first\n::error file=a.py::all is lost\r\x1b[2J\n##[group]x"
-GOOD = "import torch.nn.functional as F\n\ndef f(q, k, v, **options):\n    {}\n    return F.scaled_dot_product_attention(q, k, v, **options)\n"
+GOOD = """\
+import torch.nn.functional as F
+
+
+def f(q, k, v, **options):
+    {}
+    return F.scaled_dot_product_attention(q, k, v, **options)
+"""
 
 
 # ---- a folder that somebody sent -------------------------------------------------------------------------------------
@@ -82,9 +89,8 @@ def test_a_config_of_a_folder_is_no_bomb(tmp_path: Path) -> None:
 
 
 def no_command(text: str) -> bool:
-    return not any(
-        line.lstrip().startswith(("::", "##[")) or "\x1b" in line or "\r" in line for line in text.split("\n")
-    )
+    lines = [line.lstrip() for line in text.split("\n")]
+    return not any(line.startswith(("::", "##[")) for line in lines) and not {"\x1b", "\r"} & set(text)
 
 
 def test_a_kernels_message_is_no_command_of_a_ci_log(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -154,12 +160,14 @@ def test_what_forked_workers_share_is_counted_once() -> None:
     context = multiprocessing.get_context("fork")
     channel, theirs = context.Pipe()
 
+    def read(data: bytes) -> None:
+        sum(data[::4096])
+        theirs.send("read")
+        theirs.recv()
+
     def hold() -> None:
         data = os.urandom(1 << 20) * megabytes
-        children = [
-            context.Process(target=lambda: (sum(data[::4096]), theirs.send("read"), theirs.recv()))
-            for _ in range(workers)
-        ]
+        children = [context.Process(target=read, args=(data,)) for _ in range(workers)]
         for child in children:
             child.start()
         for child in children:

@@ -1,4 +1,4 @@
-"""Before Ray is imported, which reads these once: the tests' cluster asks for a token, as docs/scaling.md starts one."""
+"""Before Ray is imported, which reads these once: the cluster of the tests asks for a token, as in docs/scaling.md."""
 
 import os
 
