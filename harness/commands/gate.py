@@ -43,7 +43,7 @@ examples:
   harness gate                                        the latest run against results/baseline
   harness gate --base                                 and in time against the commit that the baseline came from
   harness gate --base v1.2 --cells '*-decode-*'       in time against a tag, decode cells only
-  harness gate --base HEAD --timing-only configs/smoke.yaml   are my uncommitted changes slower?
+  harness gate --base HEAD --timing-only smoke   are my uncommitted changes slower?
   harness gate --accept                               make the latest run the baseline; commit what it shows
 """
 
