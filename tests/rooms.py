@@ -38,6 +38,7 @@ ORDER = (
     "doctor",
     "report",
     "runner",
+    "reproduction",
     "commands",
     "__main__",
 )

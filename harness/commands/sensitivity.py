@@ -28,7 +28,11 @@ examples:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", default="default", help="a file, or a name of `harness list` (default: default)"
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        default="default",
+        help="a file, or a name (default: default)",
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="the study's folder (default: a new one under results/)"

@@ -62,6 +62,7 @@ def judge_times(
             processes.muster()
         except CellFailed as failure:
             raise TimingError(f"the {failure.side} cannot be timed: {plain(failure.reason)}") from None
+        processes.refuse_same(dict.fromkeys(case.kernel for case in cases))
         # Neighbours of a grid are alike, and a minute's trouble would hit all of them: in random order it does not.
         for done, cell in enumerate(night.chance.sample(cells, len(cells))):
             report(done, cell.case.case_id)

@@ -61,13 +61,11 @@ def loads(line: bytes, place: str) -> Record:
     if found != _seal_of(body):
         raise StoreError(f"{place}: {_why_unsealed(line, body)}")
     data = _parse(line, place)
-    if unknown := sorted(set(data) - {*TYPES, CRC}):
-        raise StoreError(f"{place}: unknown fields {', '.join(unknown)}; written by another version?")
     if missing := sorted(REQUIRED - set(data)):
         raise StoreError(f"{place}: missing fields {', '.join(missing)}")
     if data["status"] not in STATUSES:
         raise StoreError(f"{place}: unknown status {data['status']!r}; known: {', '.join(STATUSES)}")
-    return Record(**{name: _decode(name, value, place) for name, value in data.items() if name != CRC})
+    return Record(**{name: _decode(name, value, place) for name, value in data.items() if name in TYPES})
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:

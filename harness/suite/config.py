@@ -1,5 +1,6 @@
 """YAML -> Suite. Whatever is wrong is said before anything runs: file, line, key, value and the rule."""
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class Suite:
     limits: Limits
     battery: Battery  # how long a user's kernel is asked directly
     accuracy: Accuracy | None  # what approximate kernels are held to; None: the acceptance rule holds for all
-    source: str  # YAML text that gives this suite again (less the kernels of the command line)
+    source: str  # YAML text that gives this suite again, with the kernels of the command line
     path: Path | None
 
 
@@ -153,13 +154,13 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
         data = origin.root.plain()
     folder = None if path is None else path.parent
     document = _validate(data, origin, folder)
-    given = _given_kernels(kernels, folder)
+    given = _given_kernels(kernels, folder) or document.kernels or ()
     cases = _expand(document, origin, given)
     battery = document.battery or Battery(enabled=bool(given))
     if battery.enabled and document.equivalence == "exact":
         cases += tuple(Case.battery(kernel) for kernel in _plugins(cases))
-    if text is None:
-        text = yaml.safe_dump(document.model_dump(exclude_unset=True), sort_keys=False, allow_unicode=True)
+    if text is None or kernels:
+        text = _effective(text, document, given)
     return Suite(
         name=document.name,
         description=document.description,
@@ -174,6 +175,20 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
         source=text,
         path=path,
     )
+
+
+def _effective(text: str | None, document: Document, kernels: tuple[str, ...]) -> str:
+    """The text with the kernels added at its end, so that lines and comments stay; anew where that cannot be."""
+    if text is not None and document.kernels is None:
+        longer = f"{text.rstrip()}\nkernels: {json.dumps(list(kernels))}  # by --kernel\n"
+        try:
+            found = parse(longer).plain()
+        except YamlError:  # the whole config is one {...}
+            found = None
+        if found is not None and found.get("kernels") == list(kernels):
+            return longer
+    whole = document.model_dump(exclude_unset=True) | ({"kernels": list(kernels)} if kernels else {})
+    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
 
 
 def _beside(path: Path) -> list[str]:

@@ -26,7 +26,8 @@ ABOUT = {
     "timing.max_blocks": "of them, however fast they are",
     "limits.timeout_s": "seconds for a cell; beyond it is `timeout`",
     "limits.max_memory": "of a cell's processes; beyond it is `oom`; by default 80 % of the machine's",
-    "battery.enabled": "ask your own kernels directly, too, as `harness judge` does; by default those of `--kernel`",
+    "kernels": "in the place of every grid's, as `--kernel` gives them; a run's folder keeps those there",
+    "battery.enabled": "ask your own kernels directly, too, as `harness judge` does; by default those of `kernels`",
     "battery.minutes": "what that may take",
     "accuracy.rel_l1": "relative L1 over the whole output, at most",
     "accuracy.cosine": "cosine similarity, at least",
@@ -95,9 +96,9 @@ def markdown() -> str:
     lines = [
         "# What a config may say",
         "",
-        "Made from the schema by `harness list --config`; a test holds it fresh. A mistake is told with file, line, key,",
-        "value and rule before anything runs. `harness run NAME` takes one of the configs in the package by its name, a",
-        "path wins. Numbers that YAML 1.1 alone reads as such (`017`, `12:30:45`) are refused.",
+        "Made from the schema by `harness list --config`; a test holds it fresh. A mistake is told with file, line,",
+        "key, value and rule before anything runs. `harness run NAME` takes one of the configs in the package by its",
+        "name; a path wins. Numbers that YAML 1.1 alone reads as such (`017`, `12:30:45`) are refused.",
         "",
         "## Keys",
         "",
@@ -128,7 +129,7 @@ def _rule(place: Mapping[str, str], *, lists: bool) -> str:
             for one in error.errors(include_url=False):
                 if name in one["loc"] and one["type"] != "missing":
                     found[_words(one)] = None
-    return "; ".join(found)
+    return "; ".join(rule for rule in found if not any(other != rule and other.startswith(rule) for other in found))
 
 
 def _words(error: Any) -> str:
