@@ -47,8 +47,8 @@ class Environment:
             found = sorted(data) if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not an environment: fields {found}, expected {sorted(known)}")
         # Of an older version: what it did not note is not known. Of a newer one: what is new is left out.
-        found: dict[str, Any] = {name: data.get(name) for name in known}
-        return cls(**found)
+        noted: dict[str, Any] = {name: data.get(name) for name in known}
+        return cls(**noted)
 
     def differences(self, other: "Environment") -> dict[str, tuple[object, object]]:
         """The keys that differ, with both values, so that a message can name them."""

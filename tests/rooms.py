@@ -39,6 +39,7 @@ ORDER = (
     "report",
     "runner",
     "reproduction",
+    "pytest_plugin",
     "commands",
     "__main__",
 )

@@ -69,7 +69,7 @@ def working_tree(folder: Path | None = None, *, installed: Path | None = None) -
     if commit is None or not _is_inside_git(root):
         return Version("working tree", root, installed=installed)
     # Of harness's own tree harness alone: a changed README times like an unchanged one.
-    where = ("--", "harness") if installed is None else ()
+    where = ("--", "harness") if installed is None else ("--untracked-files=no",)
     dirty = bool(_ask_git(root, "status", "--porcelain", *where))
     name = f"{commit[:9]}{' with changes that are not committed' if dirty else ''}"
     return Version(name, root, commit, dirty, installed)

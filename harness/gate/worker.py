@@ -126,7 +126,8 @@ def _files_of(kernel: str) -> list[str]:
     find_kernel(kernel)
     loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     files = [str(each.path.resolve()) for each in sources_of(kernel)]
-    return [*files, *(file for file in loaded if file and file not in files and is_local(Path(file)))]
+    own = (file for file in loaded if file and os.path.isabs(file) and is_local(Path(file)))  # torch has relative ones
+    return [*files, *(file for file in own if file not in files)]
 
 
 def _reason(failure: BaseException) -> str:
