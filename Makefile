@@ -1,6 +1,6 @@
 # Everything starts here: `make` lists the targets. Needs GNU make and Python 3.11; all else is installed into .venv.
 
-PYTHON = python3.11 python3 python
+PYTHON ?= python3.11 python3 python
 CONFIG = configs/default.yaml
 ARGS =
 JOBS = 2

@@ -107,7 +107,7 @@ def attention(request: pytest.FixtureRequest, _attention_kernels: dict[Any, Any]
 
         with torch_threads(1):
             finding = step.done(examinee)
-        request.node.user_properties.append((PROPERTY, {"kernel": examinee.name, **asdict(finding)}))
+        request.node.user_properties.append((PROPERTY, {"kernel": examinee.name, "seed": seed, **asdict(finding)}))
         if finding.status in ("mismatch", "error") or (strict and finding.status == "degraded"):
             pytest.fail(_told(examinee.name, finding, seed), pytrace=False)
         if finding.status in ("refused", "skipped"):
@@ -119,16 +119,12 @@ def attention(request: pytest.FixtureRequest, _attention_kernels: dict[Any, Any]
 
 def _told(kernel: str, finding: "Finding", seed: int) -> str:
     words = {"mismatch": "gives a wrong answer", "error": "fails", "degraded": "rounds worse than the reference"}
-    ratio = (
-        ""
-        if finding.err_ratio is None
-        else f"\n  error    {finding.err_ratio:.3g} N (ok up to 2; N: what rounding explains)"
-    )
     return (
         f"{kernel} {words[finding.status]}\n"
         f"  asked    {finding.call}\n"
         f"  checked  {finding.check} ({finding.group})\n"
-        f"  found    {finding.reason}{ratio}\n"
+        f"  found    {finding.reason}\n"
+        "           (N is the error that rounding explains; up to 2 N is ok)\n"
         f"  again    pytest --harness-seed {seed}   or   harness judge {kernel} --seed {seed}"
     )
 
@@ -145,7 +141,7 @@ class Contest:
 
 @pytest.fixture
 def paired_timing(request: pytest.FixtureRequest) -> Callable[..., Contest]:
-    """`paired_timing(candidate, reference, *arguments, budget_s=0.5)`: times two functions in turn, in the same moments.
+    """`paired_timing(candidate, reference, *arguments, budget_s=0.5)`: two functions in turn, in the same moments.
 
     The samples go into benchmark.json of --harness-report, as pytest-benchmark writes it.
     """
@@ -197,7 +193,7 @@ class _Collector:
         from harness import store
 
         folder.mkdir(parents=True, exist_ok=True)
-        store.write_atomically(folder / "attention.md", _markdown(rows, self._config.stash[SEED]).encode())
+        store.write_atomically(folder / "attention.md", _markdown(rows).encode())
         if timed := [row["timed"] for row in rows if "timed" in row]:
             store.write_atomically(folder / "benchmark.json", json.dumps(_benchmarks(timed), indent=1).encode())
         terminalreporter.write_line(f"harness: {folder}/attention.md")
@@ -213,12 +209,15 @@ def _summary(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"harness: {kernel}: {told}" + ("" if worst is None else f"; worst error {worst:.2f} N, ok up to 2")
 
 
-def _markdown(rows: list[dict[str, Any]], seed: int) -> str:
+def _markdown(rows: list[dict[str, Any]]) -> str:
     from harness.report.table import escaped
     from harness.text import first_line
 
     asked, timed = [row for row in rows if "timed" not in row], [row["timed"] for row in rows if "timed" in row]
-    lines = ["# Attention kernels", "", *(f"- {escaped(line)}" for line in _summary(asked)), f"- seed {seed}", ""]
+    lines = ["# Attention kernels", "", *(f"- {escaped(line)}" for line in _summary(asked))]
+    if seeds := dict.fromkeys(row["seed"] for row in asked):
+        lines.append(f"- the same numbers again: `pytest --harness-seed {next(iter(seeds))}`")
+    lines.append("")
     if failed := [row for row in asked if row["status"] in ("mismatch", "error", "degraded")]:
         lines += ["| kernel | asked | found | error/N |", "|:--|:--|:--|--:|"]
         for row in failed:
