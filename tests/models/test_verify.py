@@ -494,7 +494,7 @@ def test_config_overrides_are_yaml_and_reach_the_model(cli: Command):
         (["llama", "--kernel", "nope"], "unknown kernel 'nope'; known: auto, "),
         (["llama", "--config", "num_layer=2"], "num_layer"),
         (["llama", "--config", "num_attention_heads"], "must be KEY=VALUE"),
-        (["llama", "--config", "hidden_size=[1"], "the value is not YAML"),
+        (["llama", "--config", "hidden_size=[1"], "the value is not valid YAML"),
         (["llama", "--config", "num_key_value_heads=3"], "num_key_value_heads"),
         (["llama", "--path", "nowhere"], "nowhere"),
         (["llama", "--path", ".", "--config", "num_hidden_layers=2"], "a checkpoint has its own config"),
