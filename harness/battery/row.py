@@ -1,7 +1,5 @@
 """The battery as a row of a run: every call of a kernel that `harness.judge` makes, as one Record."""
 
-from dataclasses import asdict
-
 from harness.battery.result import Finding, Judgement
 from harness.battery.session import judge
 from harness.candidate.client import Process
@@ -25,7 +23,7 @@ def ask_all(case: Case, kernel: Kernel, *, seed: int, minutes: float) -> Record:
         error=_error(found, worst),
         seconds=found.seconds,
         measured_seconds=sum(finding.seconds for finding in found.findings),
-        equivalence=[asdict(finding) for finding in found.findings],
+        equivalence=[finding.row() for finding in found.findings],
     )
 
 
