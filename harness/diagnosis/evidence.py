@@ -22,6 +22,7 @@ from harness.cell.golden import in_float64, outcome, sdpa_math, textbook
 MOST_SCORES = 1 << 23  # of one call that is looked at as a whole
 CERTAIN = 20.0  # times rounding's own size: below it no pattern of an error is trusted
 EXPLAINED = 0.01  # of the error may remain
+ROUNDINGS = 0.5  # of the dtype's eps: the least noise that a result has
 ROUNDING = 3.0  # times what the reference's rounding leaves
 Tensors = Mapping[str, Tensor]
 
@@ -40,13 +41,32 @@ class Evidence:
         return outcome(in_float64(self.request), textbook)
 
     @cached_property
+    def _rounded(self) -> dict[str, Tensor]:
+        return outcome(self.request, sdpa_math)
+
+    @cached_property
+    def compared(self) -> dict[str, Tensor]:
+        """Of the golden what tells guesses apart: the output alone if that is wrong, for gradients follow from it."""
+        out = {"out": self.golden["out"]}
+        error = distance(self.reply.tensors, out, out)
+        return out if error >= CERTAIN * self._noise_of(out) else self.golden
+
+    def _noise_of(self, golden: Tensors) -> float:
+        least = ROUNDINGS * torch.finfo(self.request.q.dtype).eps
+        return max(least, distance(self._rounded, golden, golden))
+
+    @cached_property
     def noise(self) -> float:
         """Of a right kernel that rounds: its distance from the golden."""
-        return distance(outcome(self.request, sdpa_math), self.golden, self.golden)
+        return self._noise_of(self.compared)
 
     @cached_property
     def error(self) -> float:
-        return distance(self.reply.tensors, self.golden, self.golden)
+        return self.distance(self.compared)
+
+    def distance(self, answer: Tensors) -> float:
+        """Of what the kernel gave from another answer."""
+        return distance(self.reply.tensors, answer, self.compared)
 
     @property
     def is_plain_mismatch(self) -> bool:
@@ -62,14 +82,14 @@ class Evidence:
 
     def residual(self, answer: Tensors) -> float:
         """What a guess leaves of the error, as a share of it; infinite where it is NaN at other places."""
-        left = distance(self.reply.tensors, answer, self.golden)
+        left = self.distance(answer)
         if not math.isfinite(self.error):
             return 0.0 if left <= ROUNDING * self.noise else math.inf
         return left / self.error if self.error else math.inf
 
     def is_explained(self, answer: Tensors) -> bool:
         """All of the error but 1 %, or what rounding leaves."""
-        left = distance(self.reply.tensors, answer, self.golden)
+        left = self.distance(answer)
         return left <= max(EXPLAINED * self.error if math.isfinite(self.error) else 0.0, ROUNDING * self.noise)
 
 

@@ -25,6 +25,7 @@ Reading = Callable[[Problem], Problem]
 LOG2_E = math.log2(math.e)
 TILES = (8, 16, 32, 64, 128, 256, 512, 1024)
 INF = float("inf")
+PLAIN, WITH_NUMBER, SABOTEUR = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Guess:
     words: str  # completes "computes what you get with ..."
     make: Callable[[], Run]
     reading: Reading | None = None  # where that is all it is: it can stand before others
+    rank: int = PLAIN  # of guesses that give the same answer the lowest speaks
+    kernel: Callable[[], Callable[..., Tensor]] | None = None  # with SDPA's signature: it may write into its inputs
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def call_of(problem: Problem) -> AttentionCall:
     mask = None if problem.mask is None else four_dims(problem.mask)
     given = problem.scale is not None
     scale = problem.scale if problem.scale is not None else problem.q.shape[-1] ** -0.5
-    return AttentionCall(scale=scale, mask=mask, causal=problem.is_causal, is_default_scale=not given)
+    return AttentionCall(scale=scale, mask=mask, causal=problem.is_causal, dropout_p=problem.dropout_p, is_default_scale=not given)
 
 
 def attended(problem: Problem, **steps: Any) -> Tensor:
@@ -60,14 +63,22 @@ def attended(problem: Problem, **steps: Any) -> Tensor:
 
 
 def _of_kernel(kernel: Kernel) -> Run:
-    return lambda problem: kernel.run(problem.q, problem.k, problem.v, call_of(problem))[0]
+    """On copies: some saboteurs write into their inputs."""
+    return lambda problem: kernel.run(*(_copied(t) for t in (problem.q, problem.k, problem.v)), call_of(problem))[0]
+
+
+def _copied(t: Tensor) -> Tensor:
+    """With its strides, and what lies around it."""
+    if t.requires_grad:
+        return t.clone()
+    return torch.empty(0, dtype=t.dtype).set_(t.untyped_storage().clone(), t.storage_offset(), t.shape, t.stride())
 
 
 @functools.cache
 def all_guesses() -> tuple[Guess, ...]:
-    """Simple ones first: of guesses that give the same answer the first speaks."""
     saboteurs = [
-        Guess(name, _words_of(name, saboteur.stands_for), functools.partial(_fresh, saboteur.kernel))
+        Guess(name, _words_of(name, saboteur.stands_for), functools.partial(_fresh, saboteur.kernel), rank=SABOTEUR,
+              kernel=functools.partial(as_function, saboteur.kernel))
         for name, saboteur in ((name, SABOTEURS[name]) for name in load_all())
         if saboteur.kernel is not None
     ]
@@ -76,11 +87,23 @@ def all_guesses() -> tuple[Guess, ...]:
         for name, words, reading in _readings()
     ]
     steps = [Guess(name, words, functools.partial(_same, run)) for name, words, run in _steps()]
-    return (*saboteurs, *readings, *steps)
+    return (*readings, *steps, *saboteurs)
 
 
 def _fresh(make: Callable[[], Kernel]) -> Run:
     return _of_kernel(make())
+
+
+def as_function(make: Callable[[], Kernel]) -> Callable[..., Tensor]:
+    kernel = make()
+
+    def function(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return kernel.run(q, k, v, call_of(Problem(q, k, v, attn_mask, dropout_p, is_causal, scale)))[0]
+
+    return function
 
 
 def _same(run: Run) -> Run:
@@ -107,7 +130,7 @@ def pair(reading: Guess, other: Guess) -> Guess:
     if other.reading is not None:
         second = other.reading
         both = lambda problem: second(first(problem))  # noqa: E731
-    return Guess(f"{reading.name} + {other.name}", f"both {reading.words} and {other.words}", make, both)
+    return Guess(f"{reading.name} + {other.name}", f"both {reading.words} and {other.words}", make, both, other.rank)
 
 
 # ---- readings -------------------------------------------------------------------------------------------------------
@@ -527,5 +550,5 @@ def of_family(family: Family, number: float, uncertainty: float, base: Guess | N
         return family.run(problem, number)
 
     if base is None:
-        return Guess(family.name, words, lambda: run)
-    return Guess(f"{base.name} + {family.name}", f"both {base.words} and {words}", lambda: run)
+        return Guess(family.name, words, lambda: run, rank=WITH_NUMBER)
+    return Guess(f"{base.name} + {family.name}", f"both {base.words} and {words}", lambda: run, rank=WITH_NUMBER)

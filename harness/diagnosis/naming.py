@@ -3,20 +3,23 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from harness.candidate.examinee import InProcess
+from harness.candidate.request import Request
 from harness.cell.golden import lost_rows, outcome
 from harness.diagnosis.evidence import CERTAIN, EXPLAINED, Evidence, distance
-from harness.diagnosis.guesses import FAMILIES, Family, Guess, all_guesses, of_family, pair
+from harness.diagnosis.guesses import FAMILIES, SABOTEUR, Family, Guess, all_guesses, of_family, pair
 from harness.diagnosis.result import Named
 
 NEAR = 12  # readings that are tried before others: those that leave least of the error
-STEPS, STEP = 12, 1e-4  # of a fit
+STEPS, STEP = 10, 1e-4  # of a fit
+HOPELESS = 3, 0.9  # after so many steps so much of what was left is still there
 CLEAR = 3.0  # times what the best one leaves, the next must leave
-LISTED = 2
+MOST_NAMES = 3
 NONE = math.inf
 
 
@@ -36,10 +39,36 @@ def usable(evidence: Evidence) -> bool:
     return evidence.request.mode != "autocast" and lost_rows(evidence.request) is None
 
 
-def name_error(wrong: Sequence[Evidence], right: Sequence[Evidence], until: float) -> Named | None:
-    """`wrong`: the first is to be explained; the others and `right` tell guesses apart that explain it alike."""
+def names_of(wrong: Sequence[Evidence], right: Sequence[Evidence], until: float) -> tuple[Named, ...]:
+    """One name that explains all of `wrong`, or several that share them; the first is looked at first.
+
+    `right`: calls that the kernel answers as it should, and so must a guess.
+    """
+    found: list[Named] = []
+    left = list(wrong)
+    for _ in range(MOST_NAMES):
+        if not left or time.perf_counter() > until:
+            break
+        main = left.pop(0)
+        one = _name_one([main, *(each for each in wrong if each is not main)], right, until)
+        if one is None:
+            continue
+        named, guess = one
+        if named.everywhere:
+            return (named,)
+        found.append(named)
+        left = [each for each in left if (a := answer_of(guess, each)) is None or not each.is_explained(a)]
+    most = max((each.calls for each in found), default=0)
+    whole = [each for each in found if each.calls == most]
+    return tuple(whole[:1]) if most == len(wrong) else tuple(found)
+
+
+def _name_one(
+    wrong: Sequence[Evidence], right: Sequence[Evidence], until: float
+) -> tuple[Named, Guess] | None:
+    """Of the first; the others tell guesses apart that explain it alike."""
     main = wrong[0]
-    if sum(golden.numel() for golden in main.golden.values()) < 8:
+    if sum(golden.numel() for golden in main.compared.values()) < 8:
         return None
     residuals: dict[Guess, float] = {}
     for guess in all_guesses():
@@ -58,6 +87,25 @@ def name_error(wrong: Sequence[Evidence], right: Sequence[Evidence], until: floa
         return None
     candidates = [_beside(guess, residuals[guess], wrong[1:], right, fitted.get(guess)) for guess in found]
     return _chosen(candidates, residuals, wrong, right)
+
+
+def name_trace(evidence: Evidence) -> tuple[Named, ...]:
+    """By what a call left behind: the one saboteur that leaves just the same, and the same output."""
+    alike, reply = [], evidence.reply
+    for guess in all_guesses():
+        if guess.rank != SABOTEUR or guess.kernel is None:
+            continue
+        theirs = InProcess(guess.kernel(), guess.name).ask(_copied(evidence.request))
+        same = (theirs.written, theirs.shares, theirs.changed) == (reply.written, reply.shares, reply.changed)
+        if same and theirs.failure is None and evidence.distance(theirs.tensors) <= CERTAIN * evidence.noise:
+            alike.append(guess)
+    if len(alike) != 1:
+        return ()
+    return (Named(alike[0].words, (alike[0].name,), 0.0, NONE, calls=1, everywhere=True),)
+
+
+def _copied(request: Request) -> Request:
+    return replace(request, **{name: t.clone() for name, t in request.tensors.items()})  # type: ignore[arg-type]
 
 
 def residual_of(guess: Guess, evidence: Evidence) -> float:
@@ -98,18 +146,18 @@ def _beside(
         contradicted += not is_explained
     for evidence in right:
         answer = answer_of(guess, evidence)
-        far = NONE if answer is None else distance(answer, evidence.golden, evidence.golden)
+        far = NONE if answer is None else distance(answer, evidence.golden, evidence.compared)
         contradicted += far > CERTAIN * evidence.noise
     return _Fitting(guess, residual, explained, contradicted, parameter)
 
 
 def _chosen(
     candidates: Sequence[_Fitting], residuals: dict[Guess, float], wrong: Sequence[Evidence], right: Sequence[Evidence]
-) -> Named | None:
+) -> tuple[Named, Guess] | None:
     """The one that does best elsewhere, with all that give the same answers; None where others do as well."""
     fewest = min(each.contradicted for each in candidates)
     best = [each for each in candidates if each.contradicted == fewest]
-    best.sort(key=lambda each: each.parameter is not None)  # without a number that was fitted first
+    best.sort(key=lambda each: each.guess.rank)
     first = best[0]
     answers = [answer_of(first.guess, evidence) for evidence in (*wrong, *right)]
     alike = [each for each in best if _same_answers(each.guess, answers, (*wrong, *right))]
@@ -119,7 +167,7 @@ def _chosen(
     beyond = min(others, default=NONE)
     if beyond <= CLEAR * max(first.residual, 1e-3):
         return None
-    return Named(
+    named = Named(
         words=first.guess.words,
         names=tuple(each.guess.name for each in alike),
         residual=first.residual,
@@ -129,6 +177,7 @@ def _chosen(
         parameter=None if first.parameter is None else first.parameter[0],
         uncertainty=None if first.parameter is None else first.parameter[1],
     )
+    return named, first.guess
 
 
 def _same_answers(guess: Guess, answers: Sequence[dict[str, Tensor] | None], evidences: Sequence[Evidence]) -> bool:
@@ -138,7 +187,7 @@ def _same_answers(guess: Guess, answers: Sequence[dict[str, Tensor] | None], evi
             if mine is not answer:
                 return False
             continue
-        if distance(mine, answer, evidence.golden) > max(CERTAIN * evidence.noise, 0.02 * _finite(evidence.error)):
+        if distance(mine, answer, evidence.compared) > max(CERTAIN * evidence.noise, 0.02 * _finite(evidence.error)):
             return False
     return True
 
@@ -199,7 +248,7 @@ def fit(family: Family, evidence: Evidence, base: Guess | None = None) -> tuple[
 def _joined(tensors: dict[str, Tensor], evidence: Evidence) -> Tensor:
     """All in one vector, each in units of its golden, as `distance` has them."""
     parts = []
-    for name, golden in evidence.golden.items():
+    for name, golden in evidence.compared.items():
         size = float(golden.square().mean().sqrt()) or 1.0
         parts.append(tensors[name].double().flatten() / (size * math.sqrt(max(golden.numel(), 1))))
     return torch.cat(parts)
@@ -221,7 +270,10 @@ def _descend(
     if current is None or not bool(current.isfinite().all()):
         return None
     left = target - current
-    for _ in range(STEPS):
+    first = float(left.norm())
+    for number_of_step in range(STEPS):
+        if number_of_step == HOPELESS[0] and float(left.norm()) > HOPELESS[1] * first:
+            return None
         step = STEP * max(abs(number), 1e-2)
         ahead = run(number + step)
         if ahead is None or not bool(ahead.isfinite().all()):

@@ -43,7 +43,7 @@ def find_place(name: str, got: Tensor, golden: Tensor, limit: float, request: Re
     return Place(
         tensor=name,
         sentence="; ".join(parts),
-        picture=picture_of(error, limit, axes),
+        picture=() if bool(wrong.all()) else picture_of(error, limit, axes),
         index=index,
         expected=float(golden[index]),
         got=float(got[index]),
@@ -65,7 +65,7 @@ def where_wrong(wrong: Tensor, axes: Sequence[str]) -> str:
         if not bool(here.all()):
             parts.append(described(name, here.tolist()))
     share = float(wrong.sum() / box.sum())
-    words = "wrong: " + (", ".join(parts) if parts else "in every part")
+    words = "wrong: " + (", ".join(parts) if parts else f"in all {', '.join(PLURAL.get(n, f'{n}s') for n in axes)}")
     return words if share > 0.9 else f"{words} ({100 * share:.2g} % of the elements there)"
 
 

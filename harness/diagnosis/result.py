@@ -46,8 +46,7 @@ class Shrunk:
     numbers_of_q: int
     reason: str  # what the rule says of it
     needs: tuple[str, ...]  # without each of these it passes
-    script: str = ""  # repro_<kernel>.py; empty where no script would show it
-    test: str = ""  # the same for pytest
+    script: str = ""  # of repro_<kernel>.py, also a test for pytest; empty where none would show it
     seconds: float = 0.0
 
 
@@ -57,11 +56,16 @@ class Diagnosis:
     call: str  # that was looked at
     check: str  # of the battery, that failed
     headline: str  # one sentence
-    named: Named | None = None
+    named: tuple[Named, ...] = ()  # several: each explains some of the calls that fail
     place: Place | None = None
     shrunk: Shrunk | None = None
     notes: tuple[str, ...] = ()  # further sentences, each measured
     seconds: float = 0.0
+
+    @property
+    def file_name(self) -> str:
+        """Of the script."""
+        return f"repro_{''.join(c if c.isalnum() else '_' for c in self.kernel.rpartition(':')[2])}.py"
 
     def row(self) -> dict[str, Any]:
         """For JSON."""

@@ -1,5 +1,7 @@
 """From a judgement that has failed to what is wrong: name, place, smallest call."""
 
+import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -7,8 +9,10 @@ from dataclasses import replace
 import torch
 
 from harness.battery.call import make_call
+from harness.battery.conduct import conduct_steps
 from harness.battery.plan import first_calls
 from harness.battery.result import FAILING, Finding, Judgement
+from harness.battery.steps import traces
 from harness.battery.subject import AnyKernel, examinee_of
 from harness.candidate.client import Process
 from harness.candidate.request import Request
@@ -17,7 +21,7 @@ from harness.cell.draws import torch_threads
 from harness.diagnosis import repro
 from harness.diagnosis.evidence import CERTAIN, Evidence, Witness, scores_of_call
 from harness.diagnosis.gradients import told_gradients
-from harness.diagnosis.naming import name_error, usable
+from harness.diagnosis.naming import name_trace, names_of, usable
 from harness.diagnosis.place import find_place
 from harness.diagnosis.result import Diagnosis, Named, Place, Shrunk
 from harness.diagnosis.shrink import Shrinker, Smallest
@@ -27,8 +31,8 @@ from harness.text import first_line
 SECONDS = 10.0  # for all of it but the running of the script
 NAMING, SHRINKING = 0.45, 0.5  # of them
 MOST_LOOKED_AT = 1 << 20  # scores of a call that is one among several
-SMALL = 1 << 18
-MOST_RELATED = 6
+MOST_CONDUCT = 14  # checks of conduct that are asked again
+SMALL, RICH = 1 << 18, 1 << 12
 
 
 def diagnose(
@@ -63,23 +67,26 @@ class _Session:
     def diagnosis(self) -> Diagnosis:
         finding, requests = self._again()
         if not requests:
-            return self._told(finding, Evidence_of(finding), None, None, None, ())
+            return self._told(finding, _said_by(finding), (), None, None, ())
         last, before = requests[-1], requests[:-1]
         if before:
             self.witness.refresh()
         evidence = self.witness.evidence(last, before)
-        if evidence.reply.failure is not None or not evidence.has_shapes or finding.tensor == "" and not _is_numeric(evidence):
+        if trace := traces(evidence.reply):
+            named = name_trace(evidence)
+            return self._told(finding, trace, named, None, self._shrunk(requests, finding, None), (trace,) if named else ())
+        if evidence.reply.failure is not None or not evidence.has_shapes or not evidence.error:
             smallest = self._shrunk(requests, finding, None)
-            return self._told(finding, _words(evidence, finding), None, self._place(evidence), smallest, ())
+            return self._told(finding, _words(evidence, finding), (), self._place(evidence), smallest, ())
         place = self._place(evidence)
-        named, weights, notes = None, None, []
+        named, weights, notes = (), None, []
         if scores_of_call(last) <= MOST_LOOKED_AT and usable(evidence):
             named = self._named(evidence)
             if not before and not last.gradients:
                 weights = weights_used(self.witness, last)
         if weights is not None:
             notes += list(weights.sentences())
-            if place is not None and not weights.are_right and weights.picture:
+            if place is not None and bool((weights.missing | weights.extra).any()):
                 place = replace(place, picture=(*place.picture, *weights.picture))
         if last.gradients:
             notes += told_gradients(self.witness, evidence)
@@ -92,24 +99,34 @@ class _Session:
         """The failure that tells most, and what shows it when it is asked again; no requests: none does."""
         ranked = sorted(self.failures, key=_rank)
         for finding in ranked:
-            requests = finding.requests
-            if not requests or any(request.reuse is not None for request in requests):
-                continue
-            again = self.witness.finding(requests[-1])
-            if again.status in FAILING:
-                return replace(again, check=finding.check, group=finding.group, call=finding.call), requests[-1:]
-            if len(requests) > 1:
-                self.witness.refresh()
-                again = self.witness.finding(requests[-1], requests[:-1])
-                if again.status in FAILING:
-                    return replace(again, check=finding.check, group=finding.group, call=finding.call), requests
+            if (again := self._shown_again(finding)) is not None:
+                return again
+        # Nothing fails when it is asked alone: it may be what was asked before.
+        for step in conduct_steps(self.found.seed)[:MOST_CONDUCT]:
+            if not self.witness.has_time:
+                break
+            self.witness.refresh()
+            finding = step.done(self.witness.examinee)
+            if finding.status in FAILING:
+                return self._shown_again(finding) or (finding, ())
         return ranked[0], ()
 
-    def _named(self, evidence: Evidence) -> Named | None:
-        if not evidence.is_plain_mismatch:
+    def _shown_again(self, finding: Finding) -> tuple[Finding, tuple[Request, ...]] | None:
+        """By its last call alone, or by all of them in order, each time to a kernel that remembers nothing."""
+        if not finding.requests or any(request.reuse is not None for request in finding.requests):
             return None
+        for requests in dict.fromkeys((finding.requests[-1:], finding.requests)):
+            self.witness.refresh()
+            again = self.witness.finding(requests[-1], requests[:-1])
+            if again.status in FAILING:
+                return replace(again, check=finding.check, group=finding.group, call=finding.call), requests
+        return None
+
+    def _named(self, evidence: Evidence) -> tuple[Named, ...]:
+        if not evidence.is_plain_mismatch:
+            return ()
         if evidence.before:
-            return name_error([evidence], [], self._until(NAMING))
+            return names_of([evidence, *self._after_others(evidence)], [], self._until(NAMING))
         wrong, right = [evidence], []
         for request in self._related(evidence.request):
             other = self.witness.evidence(request)
@@ -122,16 +139,15 @@ class _Session:
             if not self.witness.has_time:
                 break
         wrong.sort(key=lambda each: _richness(each.request))
-        until = self._until(NAMING)
-        named = None
-        for number in range(min(len(wrong), 3)):
-            rest = wrong[number:] + wrong[:number]
-            found = name_error(rest, right, until)
-            if found is not None and (named is None or found.everywhere):
-                named = found
-            if named is not None and named.everywhere:
-                break
-        return named
+        return names_of(wrong, right, self._until(NAMING))
+
+    def _after_others(self, evidence: Evidence) -> Iterator[Evidence]:
+        """The same call after two others of its kind: which of them is remembered?"""
+        self.witness.refresh()
+        last = evidence.request
+        other = self.witness.evidence(last, [_redrawn(last, number) for number in range(2)])
+        if other.is_plain_mismatch:
+            yield other
 
     def _related(self, request: Request) -> Iterator[Request]:
         """Calls that tell guesses apart: the others that failed, the same with other numbers, the first calls."""
@@ -169,21 +185,23 @@ class _Session:
         self,
         finding: Finding,
         words: str,
-        named: Named | None,
+        named: tuple[Named, ...],
         place: Place | None,
         smallest: Smallest | None,
         notes: tuple[str, ...],
     ) -> Diagnosis:
         headline = words
-        if named is not None:
-            headline = f"computes what you get with {named.words}"
-            if not named.everywhere:
+        if named:
+            headline = f"computes what you get with {named[0].words}"
+            if len(named) > 1:
+                headline += f"; and, in other calls, with {' and with '.join(each.words for each in named[1:])}"
+            elif not named[0].everywhere:
                 headline += ", in the calls that fail"
         elif not headline and notes:
             headline = notes[0]
         if not headline:
             headline = place.sentence if place is not None else first_line(finding.reason)
-        if smallest is not None and smallest.needs and named is None:
+        if smallest is not None and smallest.needs and not all(each.everywhere for each in named):
             headline += f"; only with {', '.join(smallest.needs)}"
         if smallest is not None and len(smallest.requests) > 1:
             headline += f"; only after {len(smallest.requests) - 1} other call{'s' * (len(smallest.requests) > 2)}"
@@ -202,13 +220,11 @@ class _Session:
 
     def _as_shrunk(self, smallest: Smallest, headline: str) -> Shrunk:
         last = smallest.requests[-1]
-        script = test = None
+        script = None
         if self.scripts and ":" in self.found.kernel:
             tensor, limit = self._limit(smallest)
             script = repro.script_of(self.found.kernel, smallest.requests, tensor, limit, headline)
-            if script is not None and repro.fails_alone(script):
-                test = repro.test_of(self.found.kernel, smallest.requests, tensor, limit, headline)
-            else:
+            if script is not None and not repro.fails_alone(script):
                 script = None
         return Shrunk(
             call=call_words(last),
@@ -216,7 +232,6 @@ class _Session:
             reason=first_line(smallest.finding.reason),
             needs=smallest.needs,
             script=script or "",
-            test=test or "",
             seconds=time.perf_counter() - self.started,
         )
 
@@ -234,7 +249,7 @@ class _Session:
         return tensor, 2 * error / ratio if ratio and ratio > 2 else error / 2 or 1e-6
 
 
-def Evidence_of(finding: Finding) -> str:  # noqa: N802
+def _said_by(finding: Finding) -> str:
     return f"{finding.check}: {first_line(finding.reason)}"
 
 
@@ -243,12 +258,11 @@ def _words(evidence: Evidence, finding: Finding) -> str:
     if failure is None:
         return first_line(finding.reason)
     torch_does = answered(evidence.request)
+    if failure.kind == "contract":
+        return first_line(failure.message)
+    message = re.sub(r'; File "[^"]*/harness/candidate/[^;]*', "", first_line(failure.message))
     verb = {"died": "its process dies", "timeout": "it hangs", "oom": "it runs out of memory"}.get(failure.kind, "it raises")
-    return f"{verb}: {first_line(failure.message)}" + ("" if torch_does else " (so does torch)")
-
-
-def _is_numeric(evidence: Evidence) -> bool:
-    return evidence.error > 0
+    return f"{verb}: {message}" + ("" if torch_does else " (so does torch)")
 
 
 def _rank(finding: Finding) -> tuple[bool, ...]:
@@ -264,11 +278,10 @@ def _rank(finding: Finding) -> tuple[bool, ...]:
     )
 
 
-def _richness(request: Request) -> tuple[bool, bool, bool, int]:
-    """Best to explain first: in full precision, without gradients, small enough, with many numbers."""
-    scores = scores_of_call(request)
+def _richness(request: Request) -> tuple[bool, bool, float]:
+    """Best to explain first: in full precision, without gradients, neither too few numbers nor too many."""
     is_half = request.q.dtype in (torch.bfloat16, torch.float16)
-    return is_half, bool(request.gradients), scores > SMALL, -min(scores, 1 << 12)
+    return is_half, bool(request.gradients), abs(math.log(max(scores_of_call(request), 1) / RICH))
 
 
 def _redrawn(request: Request, number: int) -> Request:

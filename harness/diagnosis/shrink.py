@@ -20,6 +20,10 @@ Sequenced = tuple[Request, ...]
 TENSORS = ("q", "k", "v")
 MOST_SINGLE = 48  # elements that are tried one by one
 ROUNDS = 4
+SIZES = {
+    "batch": "batch entries", "heads": "key heads", "groups": "query heads for each key head", "rows": "queries",
+    "keys": "keys", "channels": "channels", "value channels": "value channels",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,14 @@ class Shrinker:
             if _size(self.requests[-1]) == before or not self._has_time:
                 break
         self._numbers()
-        return Smallest(self.requests, self.finding, tuple(self.needs), self.tried)
+        return Smallest(self.requests, self.finding, (*self.needs, *self._sizes()), self.tried)
+
+    def _sizes(self) -> Iterator[str]:
+        """Those of which one less passes: each was tried."""
+        if self._has_time:
+            for name in ("batch", "heads", "groups", "rows", "keys", "channels", "value channels"):
+                if (n := self._count(name)) > 1:
+                    yield f"{n} {SIZES[name]}"
 
     @property
     def _has_time(self) -> bool:

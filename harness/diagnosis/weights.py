@@ -16,6 +16,7 @@ MOST_KEYS, MOST_CALLS, MOST_WEIGHTS = 1100, 64, 1 << 22
 GONE = 1e-3  # of what it should be: a weight that small is missing
 LEAST = 1e-4  # smaller weights are not looked at one by one
 SUM_OFF = 1e-3
+FITS, WEIGHED = 1e-3, 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,8 @@ class Weights:
         for marks, verb in ((self.missing, "missing"), (self.extra, "seen though hidden")):
             if bool(marks.any()):
                 yield told_keys(marks, verb)
+        if not bool(self.missing.any()) and not bool(self.extra.any()):
+            yield from self._weighed()
         sums, true = self.used.sum(-1), self.true.sum(-1)
         off = (sums - true).abs() > SUM_OFF
         if bool(off.any()):
@@ -59,6 +62,20 @@ class Weights:
             yield f"weights sum to {spread} instead of 1" + (
                 "" if bool(off.all()) else f" ({where_wrong(off, ('batch', 'head', 'row'))})"
             )
+
+    def _weighed(self) -> Iterator[str]:
+        """Where no key is missing and none too many: a factor of all scores, or single keys beside the others."""
+        if (fit := self.fit()) is not None and fit.residual <= FITS and max(abs(fit.scale - 1), abs((fit.mask or 1) - 1)) > FITS:
+            if abs(fit.scale - 1) > FITS:
+                yield f"by its weights, q k^T is multiplied by {fit.scale:.5g} times the scale that was asked for"
+            if fit.mask is not None and abs(fit.mask - 1) > FITS:
+                yield f"by its weights, the mask is added {fit.mask:.5g} times"
+            return
+        both = (self.true > LEAST) & (self.used > LEAST)
+        ratio = torch.where(both, (self.used.clamp(min=1e-300) / self.true.clamp(min=1e-300)).log(), math.nan)
+        off = both & ((ratio - ratio.nanmedian(-1, keepdim=True).values).abs() > WEIGHED)
+        if bool(off.any()) and float(off.sum() / both.sum()) < 0.4:
+            yield told_keys(off, "weighed otherwise than the others")
 
     @property
     def picture(self) -> tuple[str, ...]:
