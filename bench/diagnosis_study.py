@@ -2,8 +2,8 @@
 
 python -m bench.diagnosis_study [--saboteurs] [--exam developed|held] [--sample N] [--scripts] [--out FILE.csv]
 
-Saboteurs are marked by name: is the one that it is among those that give the same answer to every call? Sentences on the
-exam's kernels stand beside what their authors say of them, and are marked by a reader: bench/diagnosis_marks.csv.
+Saboteurs are marked by name: is the one that it is among those that give the same answer to every call? Sentences on
+the exam's kernels stand beside what their authors say of them, and are marked by a reader: bench/diagnosis_marks.csv.
 The half `developed` was looked at while the guesses were written, `held` was not.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.exam_score import PAPERS, kernels_of
+from bench.exam_score import kernels_of
 from harness.battery.session import judge
 from harness.candidate.client import Process
 from harness.candidate.zygote import Zygote
@@ -135,7 +135,9 @@ def told(lines: list[Line]) -> list[str]:
         sizes = sorted(line.numbers_of_q for line in seen if line.numbers_of_q is not None)
         if sizes:
             scripts = sum(line.has_script for line in seen)
-            text.append(f"  smallest call: median {sizes[len(sizes) // 2]} numbers of q; {scripts} scripts fail when run")
+            text.append(
+                f"  smallest call: median {sizes[len(sizes) // 2]} numbers of q; {scripts} scripts fail when run"
+            )
     return text
 
 
@@ -158,7 +160,10 @@ def main() -> int:
     for subject in subjects:
         started = time.perf_counter()
         lines.append(line := studied(subject, zygote, scripts=options.scripts))
-        print(f"{line.status:9} {time.perf_counter() - started:5.1f} s  {line.name}: {line.headline[:150]}  [{line.names}]", flush=True)
+        print(
+            f"{line.status:9} {time.perf_counter() - started:5.1f} s  {line.name}: {line.headline[:150]}  [{line.names}]",
+            flush=True,
+        )
         if options.out is not None:
             pd.DataFrame(map(asdict, lines)).to_csv(options.out, index=False)
     print("\n".join(told(lines)))

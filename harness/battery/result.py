@@ -29,7 +29,7 @@ class Finding:
     is_outside: bool = False  # beyond what the kernel declares: there it may refuse
     calls: int = 1
     seconds: float = 0.0
-    # Of a failure, what was asked: the last is answered wrongly, after those before it. Empty where no call alone fails.
+    # Of a failure, what was asked: the last is answered wrongly, after those before it. Empty: no single call shows it.
     requests: "tuple[Request, ...]" = field(default=(), repr=False, compare=False)
 
     def row(self) -> dict[str, Any]:

@@ -14,8 +14,8 @@ groups, head dims, masks with their extremes, dtypes, threads, modes, strides, g
 covering design chooses the calls; each answer is held to a float64 golden by the rule of docs/acceptance-rule.md. A
 kernel of yours runs in a process of its own: what it writes into its inputs or beside them, or leaves changed, is seen.
 
-Of a wrong kernel it says what is wrong (docs/diagnosis.md), where, and the smallest call that shows it, which is written
-to repro_FUNCTION.py: a script that ends with 1, and a test for pytest.
+Of a wrong kernel it says what is wrong (docs/diagnosis.md), where, and the smallest call that shows it, which is
+written to repro_FUNCTION.py: a script that ends with 1, and a test for pytest.
 
 A NotImplementedError is a refusal, never an error. Numbers are new in every run; the seed that is printed repeats them.
 """
@@ -52,7 +52,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=_seed, help="repeat the calls of an earlier run")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every finding to a file")
     parser.add_argument("--all", action="store_true", help="go on after failures")
-    parser.add_argument("--repro", metavar="DIR", type=Path, default=Path(), help="where to write repro_FUNCTION.py (here)")
+    parser.add_argument(
+        "--repro", metavar="DIR", type=Path, default=Path(), help="where to write repro_FUNCTION.py (here)"
+    )
     parser.add_argument("--no-diagnosis", action="store_true", help="only whether it is right, not what is wrong")
     parser.add_argument("--strict", action="store_true", help="rounded worse than the reference is a failure")
 

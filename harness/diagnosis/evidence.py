@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class Evidence:
 
 
 def distance(one: Tensors, other: Tensors, golden: Tensors) -> float:
-    """||one - other|| over all tensors, each in units of its golden; what is not finite in both alike is no difference."""
+    """||one - other|| over all tensors, each in units of its golden; what is not finite in both is equal."""
     total = 0.0
     for name, true in golden.items():
         if name not in one or name not in other or one[name].shape != other[name].shape:
@@ -163,7 +164,8 @@ def scores_of_call(request: Request) -> int:
 
 def with_tensors(request: Request, **tensors: Tensor | None) -> Request:
     """The same call of other tensors; the cotangent follows the shape of the output."""
-    changed = replace(request, **tensors)  # type: ignore[arg-type]
+    named: dict[str, Any] = dict(tensors)
+    changed = replace(request, **named)
     if changed.cotangent is not None:
         shape = (*changed.q.shape[:3], changed.v.shape[3])
         if changed.cotangent.shape != shape:

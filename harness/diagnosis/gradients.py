@@ -7,7 +7,7 @@ from torch import Tensor
 
 from harness.battery.call import generator_of
 from harness.candidate.request import Request
-from harness.diagnosis.evidence import CERTAIN, Evidence, Witness
+from harness.diagnosis.evidence import CERTAIN, Evidence, Witness, with_tensors
 
 STEP = 1e-4  # of a central difference, in units of a tensor's own size
 AGREES = 0.01  # of the size of what is compared
@@ -59,8 +59,8 @@ def _follows(witness: Witness, request: Request, name: str, gradient: Tensor) ->
     step = STEP * float(tensor.square().mean().sqrt() or 1.0)
     ends = []
     for sign in (1, -1):
-        moved = replace(wide, gradients=(), mode="no_grad", **{input_name: tensor + sign * step * along})
-        reply = witness.evidence(replace(moved, cotangent=None)).reply
+        moved = with_tensors(wide, **{input_name: tensor + sign * step * along})
+        reply = witness.evidence(replace(moved, gradients=(), mode="no_grad", cotangent=None)).reply
         if reply.failure is not None or reply.out.dtype != torch.float64:
             return None
         ends.append(float((reply.out * wide.cotangent).sum()))
@@ -75,4 +75,4 @@ def _in_float64(request: Request) -> Request:
         return t if t is None or t.dtype == torch.bool else t.double()
 
     names = ("q", "k", "v", "mask", "cotangent")
-    return replace(request, **{name: wide(getattr(request, name)) for name in names})  # type: ignore[arg-type]
+    return with_tensors(request, **{name: wide(getattr(request, name)) for name in names})

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.candidate.examinee import InProcess
 from harness.candidate.request import Request
 from harness.cell.golden import lost_rows, outcome
-from harness.diagnosis.evidence import CERTAIN, EXPLAINED, Evidence, distance
+from harness.diagnosis.evidence import CERTAIN, EXPLAINED, Evidence, distance, with_tensors
 from harness.diagnosis.guesses import FAMILIES, SABOTEUR, Family, Guess, all_guesses, of_family, pair
 from harness.diagnosis.result import Named
 
@@ -63,9 +63,7 @@ def names_of(wrong: Sequence[Evidence], right: Sequence[Evidence], until: float)
     return tuple(whole[:1]) if most == len(wrong) else tuple(found)
 
 
-def _name_one(
-    wrong: Sequence[Evidence], right: Sequence[Evidence], until: float
-) -> tuple[Named, Guess] | None:
+def _name_one(wrong: Sequence[Evidence], right: Sequence[Evidence], until: float) -> tuple[Named, Guess] | None:
     """Of the first; the others tell guesses apart that explain it alike."""
     main = wrong[0]
     if sum(golden.numel() for golden in main.compared.values()) < 8:
@@ -105,7 +103,7 @@ def name_trace(evidence: Evidence) -> tuple[Named, ...]:
 
 
 def _copied(request: Request) -> Request:
-    return replace(request, **{name: t.clone() for name, t in request.tensors.items()})  # type: ignore[arg-type]
+    return with_tensors(request, **{name: t.clone() for name, t in request.tensors.items()})
 
 
 def residual_of(guess: Guess, evidence: Evidence) -> float:
@@ -259,9 +257,7 @@ def _vector(family: Family, number: float, evidence: Evidence, base: Guess | Non
     return None if answer is None else _joined(answer, evidence)
 
 
-def _descend(
-    run: Callable[[float], Tensor | None], start: float, target: Tensor
-) -> tuple[float, float, float] | None:
+def _descend(run: Callable[[float], Tensor | None], start: float, target: Tensor) -> tuple[float, float, float] | None:
     """What is left, number, uncertainty."""
     if not bool(target.isfinite().all()):
         return None

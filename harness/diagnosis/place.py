@@ -1,11 +1,13 @@
 """Which batches, heads, rows, keys and channels of a tensor are wrong: a sentence and a picture. Pure arithmetic."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from harness.battery.call import allowed_of
 from harness.candidate.request import Request
 from harness.diagnosis.result import Place
 
@@ -85,9 +87,9 @@ def described(name: str, marks: Sequence[bool]) -> str:
             return f"{names} from {first} on" + (f" (the last, partial tile of {tile})" if tile else "")
         return f"{names} {first} to {last}" + ("" if first else f" (the first {len(at)})")
     step = at[1] - at[0]
-    if len(at) > 2 and all(b - a == step for a, b in zip(at, at[1:], strict=False)) and at[0] < step:
-        if last + step >= n:
-            return f"every {_ordinal(step)} {name}, from {first} on"
+    is_regular = len(at) > 2 and all(b - a == step for a, b in itertools.pairwise(at))
+    if is_regular and first < step and last + step >= n:
+        return f"every {_ordinal(step)} {name}, from {first} on"
     tile = next((T for T in TILES if n >= 2 * T and all(marks[i] == marks[i % T] for i in range(n))), None)
     if tile is not None:
         return f"{described(name, marks[:tile])}, and so in every {tile} {names}"
@@ -167,8 +169,6 @@ def _by_mask(wrong: Tensor, request: Request) -> Iterator[str]:
 
 def seen_by(request: Request) -> Tensor | None:
     """(B or 1, H or 1, L, S): what each row may see; None: everything."""
-    from harness.battery.call import allowed_of
-
     L, S = request.q.shape[2], request.k.shape[2]
     allowed = allowed_of(request.mask, request.is_causal, L, S)
     return None if allowed is None else allowed.expand(*allowed.shape[:2], L, S)

@@ -69,10 +69,18 @@ def _imports(kernel: str) -> list[str]:
     place, _, function = kernel.rpartition(":")
     lines = ["import sys", "", "import torch", ""]
     if not place.endswith(".py"):
-        return [*lines, f"sys.path.insert(0, {str(Path.cwd())!r})", f"from {place} import {function} as kernel  # noqa: E402"]
+        return [
+            *lines,
+            f"sys.path.insert(0, {str(Path.cwd())!r})",
+            f"from {place} import {function} as kernel  # noqa: E402",
+        ]
     path = Path(place).resolve()
     if path.stem.isidentifier():
-        return [*lines, f"sys.path.insert(0, {str(path.parent)!r})", f"from {path.stem} import {function} as kernel  # noqa: E402"]
+        return [
+            *lines,
+            f"sys.path.insert(0, {str(path.parent)!r})",
+            f"from {path.stem} import {function} as kernel  # noqa: E402",
+        ]
     return [
         "import runpy",
         *lines,
@@ -182,9 +190,11 @@ def _tensor(name: str, tensor: Tensor | None) -> list[str] | None:
     typed = "" if tensor.dtype == torch.float32 else f", dtype={dtype}"
     if tensor.numel() and bool((flat == flat[0]).all()):
         value = flat[0].item()
-        plain = {0: "zeros", 1: "ones"}.get(value) if tensor.dtype != torch.bool else None
+        plain = {0.0: "zeros", 1.0: "ones"}.get(float(value)) if tensor.dtype != torch.bool else None
         number = _number(value, tensor.dtype)
-        lines = [f"{name} = torch.{plain}({shape}{typed})" if plain else f"{name} = torch.full({shape}, {number}{typed})"]
+        lines = [
+            f"{name} = torch.{plain}({shape}{typed})" if plain else f"{name} = torch.full({shape}, {number}{typed})"
+        ]
     elif tensor.is_floating_point() and torch.equal(tensor, seeded(shape, tensor.dtype)):
         to = "" if tensor.dtype == torch.float32 else f".to({dtype})"
         lines = [f"{name} = torch.randn({shape}, generator=torch.Generator().manual_seed(0)){to}"]

@@ -19,13 +19,14 @@ from harness.candidate.request import Request
 from harness.cell.bare import answered
 from harness.cell.draws import torch_threads
 from harness.diagnosis import repro
+from harness.diagnosis.chance import told_chance, told_dropout
 from harness.diagnosis.evidence import CERTAIN, Evidence, Witness, scores_of_call
 from harness.diagnosis.gradients import told_gradients
 from harness.diagnosis.naming import name_trace, names_of, usable
 from harness.diagnosis.place import find_place
 from harness.diagnosis.result import Diagnosis, Named, Place, Shrunk
 from harness.diagnosis.shrink import Shrinker, Smallest
-from harness.diagnosis.weights import Weights, weights_used
+from harness.diagnosis.weights import weights_used
 from harness.text import first_line
 
 SECONDS = 10.0  # for all of it but the running of the script
@@ -67,14 +68,17 @@ class _Session:
     def diagnosis(self) -> Diagnosis:
         finding, requests = self._again()
         if not requests:
-            return self._told(finding, _said_by(finding), (), None, None, ())
+            words = told_dropout(self.witness) if finding.check == "dropout" else ""
+            return self._told(finding, words or _said_by(finding), (), None, None, ())
         last, before = requests[-1], requests[:-1]
         if before:
             self.witness.refresh()
         evidence = self.witness.evidence(last, before)
         if trace := traces(evidence.reply):
             named = name_trace(evidence)
-            return self._told(finding, trace, named, None, self._shrunk(requests, finding, None), (trace,) if named else ())
+            return self._told(
+                finding, trace, named, None, self._shrunk(requests, finding, None), (trace,) if named else ()
+            )
         if evidence.reply.failure is not None or not evidence.has_shapes or not evidence.error:
             smallest = self._shrunk(requests, finding, None)
             return self._told(finding, _words(evidence, finding), (), self._place(evidence), smallest, ())
@@ -84,6 +88,7 @@ class _Session:
             named = self._named(evidence)
             if not before and not last.gradients:
                 weights = weights_used(self.witness, last)
+        notes += told_chance(self.witness, evidence) if not before else []
         if weights is not None:
             notes += list(weights.sentences())
             if place is not None and bool((weights.missing | weights.extra).any()):
@@ -152,7 +157,11 @@ class _Session:
     def _related(self, request: Request) -> Iterator[Request]:
         """Calls that tell guesses apart: the others that failed, the same with other numbers, the first calls."""
         for finding in self.failures:
-            if len(finding.requests) == 1 and finding.requests[0] is not request and scores_of_call(finding.requests[0]) <= SMALL:
+            if (
+                len(finding.requests) == 1
+                and finding.requests[0] is not request
+                and scores_of_call(finding.requests[0]) <= SMALL
+            ):
                 yield finding.requests[0]
         for number in range(2):
             yield _redrawn(request, number)
@@ -201,7 +210,7 @@ class _Session:
             headline = notes[0]
         if not headline:
             headline = place.sentence if place is not None else first_line(finding.reason)
-        if smallest is not None and smallest.needs and not all(each.everywhere for each in named):
+        if smallest is not None and smallest.needs and not (named and all(each.everywhere for each in named)):
             headline += f"; only with {', '.join(smallest.needs)}"
         if smallest is not None and len(smallest.requests) > 1:
             headline += f"; only after {len(smallest.requests) - 1} other call{'s' * (len(smallest.requests) > 2)}"
@@ -236,7 +245,7 @@ class _Session:
         )
 
     def _limit(self, smallest: Smallest) -> tuple[str, float]:
-        """What is wrong, and the error in it that rounding explains: 2 N, or where a part's own limit failed, half of it."""
+        """What is wrong, and the error in it that rounding explains: 2 N; half of it where only a part's limit failed."""
         if len(smallest.requests) > 1:
             self.witness.refresh()
         evidence = self.witness.evidence(smallest.requests[-1], smallest.requests[:-1])
@@ -261,7 +270,9 @@ def _words(evidence: Evidence, finding: Finding) -> str:
     if failure.kind == "contract":
         return first_line(failure.message)
     message = re.sub(r'; File "[^"]*/harness/candidate/[^;]*', "", first_line(failure.message))
-    verb = {"died": "its process dies", "timeout": "it hangs", "oom": "it runs out of memory"}.get(failure.kind, "it raises")
+    verb = {"died": "its process dies", "timeout": "it hangs", "oom": "it runs out of memory"}.get(
+        failure.kind, "it raises"
+    )
     return f"{verb}: {message}" + ("" if torch_does else " (so does torch)")
 
 
@@ -298,8 +309,8 @@ def _redrawn(request: Request, number: int) -> Request:
 def call_words(request: Request) -> str:
     """The call in one line, its sizes and what is special."""
     (B, H, L, D), (_, H_kv, S, D_v) = request.q.shape, request.v.shape
-    parts = [f"B {B}", f"H {H}" + (f"/{H_kv}" if H != H_kv else ""), f"L {L}", f"S {S}", f"D {D}"]
-    parts += [f"D_v {D_v}"] if D != D_v else []
+    parts = [f"B {B}", f"H {H}" + (f"/{H_kv}" if H_kv != H else ""), f"L {L}", f"S {S}", f"D {D}"]
+    parts += [f"D_v {D_v}"] if D_v != D else []
     parts += ["causal"] if request.is_causal else []
     if request.mask is not None:
         kind = "bool" if request.mask.dtype == torch.bool else "float"

@@ -7,6 +7,7 @@ applied to all of them alike.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,7 +84,11 @@ class Shrinker:
         if len(requests) > 1:
             self.witness.refresh()
         finding = self.witness.finding(requests[-1], requests[:-1])
-        if finding.status not in FAILING or finding.status != self.finding.status or _kind(finding) != _kind(self.finding):
+        if (
+            finding.status not in FAILING
+            or finding.status != self.finding.status
+            or _kind(finding) != _kind(self.finding)
+        ):
             return False
         self.requests, self.finding = requests, finding
         return True
@@ -111,8 +116,8 @@ class Shrinker:
         yield "gradients", _without_gradients, lambda r: bool(r.gradients)
         for name in DIFFERENTIABLE:
             yield (
-                f"the gradient of {name}", lambda r, n=name: _without_gradient(r, n),  # type: ignore[misc]
-                lambda r, n=name: n in r.gradients and len(r.gradients) > 1,  # type: ignore[misc]
+                f"the gradient of {name}", partial(_without_gradient, name=name),
+                partial(_has_gradient_among_others, name=name),
             )  # fmt: skip
         yield "second derivatives", lambda r: replace(r, directions=()), lambda r: bool(r.directions)
         yield f"{request.threads} threads", lambda r: replace(r, threads=None), lambda r: r.threads is not None
@@ -121,8 +126,7 @@ class Shrinker:
         yield "arguments left out", lambda r: replace(r, brief=False), lambda r: r.brief
         for name in (*TENSORS, "mask", "cotangent"):
             yield (
-                f"strides of {name}", lambda r, n=name: _contiguous(r, n),  # type: ignore[misc]
-                lambda r, n=name: (t := getattr(r, n)) is not None and not _is_plain(t),  # type: ignore[misc]
+                f"strides of {name}", partial(_contiguous, name=name), partial(_has_strides, name=name),
             )  # fmt: skip
         yield f"dtype {str(request.q.dtype)[6:]}", _in_float32, lambda r: r.q.dtype != torch.float32
         yield "dropout", lambda r: replace(r, dropout_p=0.0), lambda r: r.dropout_p > 0
@@ -132,23 +136,25 @@ class Shrinker:
         yield f"scale {request.scale}", lambda r: replace(r, scale=None), lambda r: r.scale is not None
 
     def _smaller(self) -> None:
-        b, h, row, channel = self.worst
-        for name, way in (
-            ("batch", lambda r, n, at: _at_batches(r, range(at, at + n))),
-            ("heads", lambda r, n, at: _at_key_heads(r, range(at, at + n))),
-            ("groups", lambda r, n, at: _at_group_heads(r, range(at, at + n))),
+        b, h, row, _ = self.worst
+        G = max(_groups(self.requests[-1]), 1)
+        for name, way, at in (
+            ("batch", _at_batches, b),
+            ("heads", _at_key_heads, h // G),
+            ("groups", _at_group_heads, h % G),
         ):
-            at = {"batch": b, "heads": h // max(_groups(self.requests[-1]), 1), "groups": h % max(_groups(self.requests[-1]), 1)}
-            self._reduce(lambda n, at=at[name], way=way: lambda r: way(r, n, at), lambda: self._count(name))  # type: ignore[misc]
-            self._reduce(lambda n, way=way: lambda r: way(r, n, 0), lambda: self._count(name))  # type: ignore[misc]
-        self._reduce(lambda n: lambda r: _at_rows(r, row, n), lambda: self._count("rows"))
-        self._reduce(lambda n: lambda r: _at_rows(r, 0, n), lambda: self._count("rows"))
-        self._reduce(lambda n: lambda r: _at_keys(r, 0, n), lambda: self._count("keys"))
-        self._reduce(lambda n: lambda r: _at_keys(r, r.k.shape[2] - n, n), lambda: self._count("keys"))
-        self._reduce(lambda n: lambda r: _at_both(r, n), lambda: min(self._count("rows"), self._count("keys")))
-        self._reduce(lambda n: lambda r: _at_channels(r, n, n), lambda: self._alike_width())
-        self._reduce(lambda n: lambda r: _at_channels(r, n, None), lambda: self._count("channels"))
-        self._reduce(lambda n: lambda r: _at_channels(r, None, n), lambda: self._count("value channels"))
+            for start in dict.fromkeys((at, 0)):
+                self._reduce(partial(_from, way, start), name)
+        for start in dict.fromkeys((row, 0)):
+            self._reduce(partial(_from, _at_rows, start), "rows")
+        self._reduce(lambda n: lambda r: _at_keys(r, 0, n), "keys")
+        self._reduce(lambda n: lambda r: _at_keys(r, r.k.shape[2] - n, n), "keys")
+        if self._count("rows") == self._count("keys"):
+            self._reduce(lambda n: lambda r: _at_both(r, n), "rows")
+        if self._count("channels") == self._count("value channels"):
+            self._reduce(lambda n: lambda r: _at_channels(r, n, n), "channels")
+        self._reduce(lambda n: lambda r: _at_channels(r, n, None), "channels")
+        self._reduce(lambda n: lambda r: _at_channels(r, None, n), "value channels")
 
     def _count(self, what: str) -> int:
         request = self.requests[-1]
@@ -156,13 +162,9 @@ class Shrinker:
         sizes = {"batch": B, "heads": H_kv, "groups": _groups(request), "rows": L, "keys": S}
         return (sizes | {"channels": D, "value channels": D_v})[what]
 
-    def _alike_width(self) -> int:
-        D, D_v = self._count("channels"), self._count("value channels")
-        return D if D == D_v else 1
-
-    def _reduce(self, way_to: Callable[[int], Way], count: Callable[[], int]) -> None:
+    def _reduce(self, way_to: Callable[[int], Way], what: str) -> None:
         """To the fewest: by powers of two, then between the last that passed and the first that fails."""
-        n = count()
+        n = self._count(what)
         if n <= 1:
             return
         low, size = 0, 1
@@ -187,21 +189,27 @@ class Shrinker:
             if getattr(self.requests[-1], name) is None:
                 continue
             for change in (torch.zeros_like, torch.ones_like, _drawn, torch.round, _one_digit):
-                if self._try(lambda r, n=name, c=change: _changed(r, n, c)):  # type: ignore[misc]
+                if self._try(partial(_changed, name=name, change=change)):
                     break
             if getattr(self.requests[-1], name).numel() <= MOST_SINGLE:
                 for index in range(getattr(self.requests[-1], name).numel()):
-                    self._try(lambda r, n=name, i=index: _changed(r, n, lambda t: _without_element(t, i)))  # type: ignore[misc]
+                    self._try(partial(_changed, name=name, change=partial(_without_element, index=index)))
         mask = self.requests[-1].mask
         if mask is not None and mask.numel() <= MOST_SINGLE:
             for index in range(mask.numel()):
-                self._try(lambda r, i=index: _changed(r, "mask", lambda t: _opened(t, i)))  # type: ignore[misc]
-            self._try(lambda r: _changed(r, "mask", _round_finite))
+                self._try(partial(_changed, name="mask", change=partial(_opened, index=index)))
+            self._try(partial(_changed, name="mask", change=_round_finite))
 
 
 def _kind(finding: Finding) -> str:
     """What may not change on the way: what fails, and how."""
-    return finding.reason.split(":")[0] if finding.status == "error" else "out" if finding.tensor in ("", "out") else "grad"
+    return (
+        finding.reason.split(":")[0]
+        if finding.status == "error"
+        else "out"
+        if finding.tensor in ("", "out")
+        else "grad"
+    )
 
 
 def _size(request: Request) -> int:
@@ -213,15 +221,28 @@ def _groups(request: Request) -> int:
 
 
 def _is_plain(t: Tensor) -> bool:
-    return t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    return (
+        t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    )
 
 
 def _contiguous(request: Request, name: str) -> Request:
-    return replace(request, **{name: getattr(request, name).clone(memory_format=torch.contiguous_format)})
+    return with_tensors(request, **{name: getattr(request, name).clone(memory_format=torch.contiguous_format)})
+
+
+def _has_strides(request: Request, name: str) -> bool:
+    tensor = getattr(request, name)
+    return tensor is not None and not _is_plain(tensor)
+
+
+def _has_gradient_among_others(request: Request, name: str) -> bool:
+    return name in request.gradients and len(request.gradients) > 1
 
 
 def _without_gradients(request: Request) -> Request:
-    return replace(request, gradients=(), cotangent=None, directions=(), mode=request.mode if request.mode != "grad" else "no_grad")
+    return replace(
+        request, gradients=(), cotangent=None, directions=(), mode=request.mode if request.mode != "grad" else "no_grad"
+    )
 
 
 def _without_gradient(request: Request, name: str) -> Request | None:
@@ -234,7 +255,7 @@ def _in_float32(request: Request) -> Request:
         return t if t is None or t.dtype == torch.bool else t.float()
 
     tensors = {name: single(getattr(request, name)) for name in (*TENSORS, "mask", "cotangent")}
-    return replace(request, directions=tuple(d.float() for d in request.directions), **tensors)  # type: ignore[arg-type]
+    return with_tensors(replace(request, directions=tuple(d.float() for d in request.directions)), **tensors)
 
 
 def _without_mask(request: Request) -> Request | None:
@@ -281,6 +302,10 @@ def _within(places: range, n: int) -> list[int]:
     return list(range(start, start + len(places)))
 
 
+def _from(way: Callable[[Request, range], Request | None], start: int, n: int) -> Way:
+    return lambda request: way(request, range(start, start + n))
+
+
 def _at_batches(request: Request, places: range) -> Request | None:
     B = request.q.shape[0]
     if len(places) >= B:
@@ -307,12 +332,12 @@ def _at_group_heads(request: Request, places: range) -> Request | None:
     return _chosen(request, {"q": (1, ours)}, -3, request.q.shape[1])
 
 
-def _at_rows(request: Request, start: int, n: int) -> Request | None:
+def _at_rows(request: Request, places: range) -> Request | None:
     """Of a causal call the first ones: the others would stand elsewhere."""
     L = request.q.shape[2]
-    if n >= L:
+    if len(places) >= L:
         return None
-    index = _within(range(0 if request.is_causal else start, (0 if request.is_causal else start) + n), L)
+    index = _within(range(len(places)) if request.is_causal else places, L)
     return _chosen(request, {"q": (2, index)}, -2, L)
 
 
@@ -325,15 +350,15 @@ def _at_keys(request: Request, start: int, n: int) -> Request | None:
 
 
 def _at_both(request: Request, n: int) -> Request | None:
-    fewer = _at_rows(request, 0, n)
+    fewer = _at_rows(request, range(n))
     return None if fewer is None else _at_keys(fewer, 0, n) or fewer
 
 
 def _at_channels(request: Request, D: int | None, D_v: int | None) -> Request | None:
     sizes: dict[str, tuple[int, list[int]]] = {}
-    if D is not None and D < request.q.shape[3]:
+    if D is not None and request.q.shape[3] > D:
         sizes |= dict.fromkeys(("q", "k"), (3, list(range(D))))
-    if D_v is not None and D_v < request.v.shape[3]:
+    if D_v is not None and request.v.shape[3] > D_v:
         sizes["v"] = (3, list(range(D_v)))
     return _chosen(request, sizes, None, 0) if sizes else None
 
@@ -345,11 +370,11 @@ def _changed(request: Request, name: str, change: Callable[[Tensor], Tensor]) ->
     if torch.equal(new, old):
         return None
     if _is_plain(old):
-        return replace(request, **{name: new})
+        return with_tensors(request, **{name: new})
     whole = torch.full((old.untyped_storage().nbytes() // old.element_size(),), 0, dtype=old.dtype)
     view = whole.as_strided(old.shape, old.stride(), old.storage_offset())
     view.copy_(new)
-    return replace(request, **{name: view})
+    return with_tensors(request, **{name: view})
 
 
 def _drawn(t: Tensor) -> Tensor:

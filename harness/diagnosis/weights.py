@@ -65,7 +65,11 @@ class Weights:
 
     def _weighed(self) -> Iterator[str]:
         """Where no key is missing and none too many: a factor of all scores, or single keys beside the others."""
-        if (fit := self.fit()) is not None and fit.residual <= FITS and max(abs(fit.scale - 1), abs((fit.mask or 1) - 1)) > FITS:
+        if (
+            (fit := self.fit()) is not None
+            and fit.residual <= FITS
+            and max(abs(fit.scale - 1), abs((fit.mask or 1) - 1)) > FITS
+        ):
             if abs(fit.scale - 1) > FITS:
                 yield f"by its weights, q k^T is multiplied by {fit.scale:.5g} times the scale that was asked for"
             if fit.mask is not None and abs(fit.mask - 1) > FITS:
@@ -155,10 +159,12 @@ def told_keys(marks: Tensor, verb: str) -> str:
     where = "" if bool(marks.flatten(0, 1).any(-1).any(-1).all()) else _heads(marks)
     low, high = int(away.min()), int(away.max())
     if low == high and int(rows.sum()) > 2:
-        place = "at the row's own position" if not low else f"{abs(low)} {'after' if low > 0 else 'before'} the row's own"
+        place = (
+            "at the row's own position" if not low else f"{abs(low)} {'after' if low > 0 else 'before'} the row's own"
+        )
         return f"the key {place} is {verb}{where}"
     which = described("key", keys.tolist())
-    one = which.startswith("key ") or which.startswith("every")
+    one = which.startswith(("key ", "every"))
     return f"{which} {'is' if one else 'are'} {verb}" + (
         where if bool(rows.all()) else f" in {described('row', rows.tolist())}{where}"
     )
