@@ -161,7 +161,7 @@ def main() -> int:
         started = time.perf_counter()
         lines.append(line := studied(subject, zygote, scripts=options.scripts))
         print(
-            f"{line.status:9} {time.perf_counter() - started:5.1f} s  {line.name}: {line.headline[:150]}  [{line.names}]",
+            f"{line.status:9} {time.perf_counter() - started:5.1f} s  {line.name}: {line.headline} [{line.names}]",
             flush=True,
         )
         if options.out is not None:

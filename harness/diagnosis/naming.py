@@ -12,7 +12,9 @@ from harness.candidate.examinee import InProcess
 from harness.candidate.request import Request
 from harness.cell.golden import lost_rows, outcome
 from harness.diagnosis.evidence import CERTAIN, EXPLAINED, Evidence, distance, with_tensors
-from harness.diagnosis.guesses import FAMILIES, SABOTEUR, Family, Guess, all_guesses, of_family, pair
+from harness.diagnosis.guesses import all_guesses
+from harness.diagnosis.guesses.families import FAMILIES, of_family
+from harness.diagnosis.guesses.guess import SABOTEUR, Family, Guess, pair
 from harness.diagnosis.result import Named
 
 NEAR = 12  # readings that are tried before others: those that leave least of the error
@@ -118,7 +120,7 @@ def answer_of(guess: Guess, evidence: Evidence) -> dict[str, Tensor] | None:
         for earlier in evidence.before:
             outcome(earlier, run)
         return outcome(evidence.request, run)
-    except (RuntimeError, IndexError, ValueError):
+    except (RuntimeError, IndexError, ValueError, ArithmeticError):
         return None
 
 

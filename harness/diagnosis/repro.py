@@ -207,8 +207,8 @@ def _tensor(name: str, tensor: Tensor | None) -> list[str] | None:
     if tensor.stride() != usual or tensor.storage_offset():
         size = max(tensor.untyped_storage().nbytes() // tensor.element_size(), 1)
         fill = "False" if tensor.dtype == torch.bool else 'float("nan")'
-        view = f"torch.full(({size},), {fill}, dtype={dtype}).as_strided({shape}, {tensor.stride()}, {tensor.storage_offset()})"
-        lines.append(f"{name} = {view}.copy_({name})  # these strides")
+        strides = f"as_strided({shape}, {tensor.stride()}, {tensor.storage_offset()})"
+        lines.append(f"{name} = torch.full(({size},), {fill}, dtype={dtype}).{strides}.copy_({name})")
     return lines
 
 

@@ -245,7 +245,7 @@ class _Session:
         )
 
     def _limit(self, smallest: Smallest) -> tuple[str, float]:
-        """What is wrong, and the error in it that rounding explains: 2 N; half of it where only a part's limit failed."""
+        """What is wrong, and the error in it that rounding explains: 2 N, or half of it where only a part failed."""
         if len(smallest.requests) > 1:
             self.witness.refresh()
         evidence = self.witness.evidence(smallest.requests[-1], smallest.requests[:-1])

@@ -15,6 +15,8 @@ from harness.diagnosis.weights import weights_used
 
 LIMIT = 1e-9
 CALL = make_call(point(70, 40, 16, mask="dead rows", batch="2", kv_heads="3"), 1).request
+MASK = CALL.mask
+assert MASK is not None
 GOLDEN = outcome(in_float64(CALL), textbook)["out"]  # (2, 3, 70, 16)
 
 
@@ -61,7 +63,7 @@ def test_what_is_as_it_should_be_has_no_place():
         (lambda t: t[:, 2].mul_(1.5), "each is 1.5 times what it should be"),
         (lambda t: t[0, 0, 5].fill_(math.nan), "NaN there"),
         (lambda t: t[0, 0, 5, 3:5].add_(1), "channels 3 to 4"),
-        (lambda t: t.masked_fill_(~CALL.mask.any(-1, keepdim=True), 3.0), "just the rows that see no key at all"),
+        (lambda t: t.masked_fill_(~MASK.any(-1, keepdim=True), 3.0), "just the rows that see no key at all"),
     ],
 )
 def test_a_pattern_is_told(change, words):

@@ -43,9 +43,15 @@ def as_function(make: Callable[[], Kernel]) -> Callable[..., Tensor]:
     kernel = make()
 
     def function(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         return kernel.run(q, k, v, call_of(Problem(q, k, v, attn_mask, dropout_p, is_causal, scale)))[0]
 
     return function
@@ -57,7 +63,12 @@ def _same(run: Run) -> Run:
 
 def _of_kernel(kernel: Kernel) -> Run:
     """On copies: some saboteurs write into their inputs."""
-    return lambda problem: kernel.run(*(_copied(t) for t in (problem.q, problem.k, problem.v)), call_of(problem))[0]
+
+    def run(problem: Problem) -> Tensor:
+        q, k, v = (_copied(t) for t in (problem.q, problem.k, problem.v))
+        return kernel.run(q, k, v, call_of(problem))[0]
+
+    return run
 
 
 def _copied(t: Tensor) -> Tensor:

@@ -44,24 +44,40 @@ def _with_epsilon(problem: Problem, epsilon: float) -> Tensor:
 
 FAMILIES = (
     Family(
-        "scale", lambda p, a: attended(scaled_by(p, lambda s: s * a)),
-        lambda a, d: f"a scale that is {a:.5g} {_plus(d)} times what it should be", (1.0, 0.3, 3.0, 10.0, 0.05),
+        "scale",
+        lambda p, a: attended(scaled_by(p, lambda s: s * a)),
+        lambda a, d: f"a scale that is {a:.5g} {_plus(d)} times what it should be",
+        (1.0, 0.3, 3.0, 10.0, 0.05),
     ),
     Family(
-        "mask weight", lambda p, a: attended(masked_by(p, lambda m: m * a, bias=True)),
-        lambda a, d: f"the mask added {a:.5g} {_plus(d)} times", (1.0, 0.3, 3.0, 0.05),
+        "mask weight",
+        lambda p, a: attended(masked_by(p, lambda m: m * a, bias=True)),
+        lambda a, d: f"the mask added {a:.5g} {_plus(d)} times",
+        (1.0, 0.3, 3.0, 0.05),
     ),
     Family("size", lambda p, a: attended(p) * a, lambda a, d: f"an output {a:.5g} {_plus(d)} times as large", (1.0,)),
     Family(
-        "softcap", _capped, lambda a, d: f"scores capped at {1 / a if a else INF:.4g} (tanh)", (1e-2, 0.1, 0.5), 0.0,
+        "softcap",
+        _capped,
+        lambda a, d: f"scores capped at {1 / a if a else INF:.4g} (tanh)",
+        (1e-2, 0.1, 0.5),
+        0.0,
     ),
     Family(
-        "sink", _with_sink, lambda a, d: f"a sink of weight {a:.4g} {_plus(d)} in every softmax", (0.1, 1.0), 0.0,
+        "sink",
+        _with_sink,
+        lambda a, d: f"a sink of weight {a:.4g} {_plus(d)} in every softmax",
+        (0.1, 1.0),
+        0.0,
     ),
     Family(
-        "epsilon", _with_epsilon, lambda a, d: f"{a:.3g} {_plus(d)} added to the sum of exponentials", (1e-3, 0.1), 0.0,
+        "epsilon",
+        _with_epsilon,
+        lambda a, d: f"{a:.3g} {_plus(d)} added to the sum of exponentials",
+        (1e-3, 0.1),
+        0.0,
     ),
-)  # fmt: skip
+)
 
 
 def of_family(family: Family, number: float, uncertainty: float, base: Guess | None = None) -> Guess:

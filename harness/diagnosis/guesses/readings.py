@@ -92,17 +92,20 @@ def readings() -> Iterator[tuple[str, str, Reading]]:
     yield "mask ignored", "the mask ignored", lambda p: replace(p, mask=None)
     yield "causal ignored", "the causal flag ignored", lambda p: replace(p, is_causal=False)
     yield (
-        "causal ignored beside a mask", "the causal flag ignored where there is a mask",
+        "causal ignored beside a mask",
+        "the causal flag ignored where there is a mask",
         lambda p: replace(p, is_causal=p.is_causal and p.mask is None),
-    )  # fmt: skip
+    )
     yield (
-        "mask ignored beside causal", "the mask ignored where the call is causal",
+        "mask ignored beside causal",
+        "the mask ignored where the call is causal",
         lambda p: replace(p, mask=None) if p.is_causal else p,
-    )  # fmt: skip
+    )
     yield (
-        "causal lower right", "causal aligned at the lower right corner instead of the upper left one",
+        "causal lower right",
+        "causal aligned at the lower right corner instead of the upper left one",
         lambda p: _causal_by(p, lambda p: p.k.shape[2] - p.q.shape[2]),
-    )  # fmt: skip
+    )
     for n in (-3, -2, -1, 1, 2, 3):
         more = f"{abs(n)} {'keys' if abs(n) > 1 else 'key'} {'more' if n > 0 else 'fewer'}"
         yield (
@@ -111,20 +114,23 @@ def readings() -> Iterator[tuple[str, str, Reading]]:
             bound(lambda p, n: _causal_by(p, lambda _: n), n),
         )
     yield (
-        "always causal", "a causal mask that nobody asked for",
+        "always causal",
+        "a causal mask that nobody asked for",
         lambda p: p if p.is_causal else replace(p, is_causal=True),
-    )  # fmt: skip
+    )
     yield "mask inverted", "the bool mask inverted", lambda p: masked_by(p, torch.logical_not, bias=False)
     yield (
-        "mask transposed", "the mask transposed",
+        "mask transposed",
+        "the mask transposed",
         lambda p: masked_by(p, lambda m: m.mT if m.shape[-1] == m.shape[-2] else m),
-    )  # fmt: skip
+    )
     for dim, name in ((0, "batch entry"), (1, "head"), (2, "row")):
         for end, one in (("first", 0), ("last", -1)):
             yield (
-                f"mask of the {end} {name}", f"the mask of the {end} {name} for all",
+                f"mask of the {end} {name}",
+                f"the mask of the {end} {name} for all",
                 bound(lambda p, dim, one: masked_by(p, lambda m: m.select(dim, one).unsqueeze(dim)), dim, one),
-            )  # fmt: skip
+            )
     for name, change in (
         ("negated", torch.neg),
         ("doubled", lambda m: 2 * m),
@@ -132,13 +138,15 @@ def readings() -> Iterator[tuple[str, str, Reading]]:
     ):
         yield f"mask {name}", f"the float mask {name}", bound(lambda p, change: masked_by(p, change, bias=True), change)
     yield (
-        "mask divided by the scale", "the float mask divided by the scale",
+        "mask divided by the scale",
+        "the float mask divided by the scale",
         lambda p: masked_by(p, lambda m: m / call_of(p).scale, bias=True),
-    )  # fmt: skip
+    )
     yield (
-        "mask only hides", "a float mask that only hides: its finite numbers are not added",
+        "mask only hides",
+        "a float mask that only hides: its finite numbers are not added",
         lambda p: masked_by(p, lambda m: m.masked_fill(m.isfinite(), 0.0), bias=True),
-    )  # fmt: skip
+    )
     for name, to in list(WIDTHS.items())[:2]:
         yield (
             f"mask in {name}",
@@ -150,13 +158,15 @@ def readings() -> Iterator[tuple[str, str, Reading]]:
     yield "scale squared", "the scale applied twice", lambda p: scaled_by(p, lambda s: s * abs(s))
     yield "scale positive", "the absolute value of the scale", lambda p: scaled_by(p, abs)
     yield (
-        "scale beside the default", "the scale argument on top of 1/sqrt(D)",
+        "scale beside the default",
+        "the scale argument on top of 1/sqrt(D)",
         lambda p: p if p.scale is None else replace(p, scale=p.scale * p.q.shape[-1] ** -0.5),
-    )  # fmt: skip
+    )
     yield (
-        "scale 0 as none", "a scale of 0 taken for none given",
+        "scale 0 as none",
+        "a scale of 0 taken for none given",
         lambda p: replace(p, scale=p.scale or None),
-    )  # fmt: skip
+    )
     yield "scale 1/D", "1/D for 1/sqrt(D)", lambda p: p if p.scale is not None else replace(p, scale=1 / p.q.shape[-1])
     for name, power in (("exp2 without log2 e", 1 / LOG2_E), ("log2 e without exp2", LOG2_E)):
         yield name, f"{name} in the scale", bound(lambda p, power: scaled_by(p, lambda s: s * power), power)
@@ -167,12 +177,13 @@ def readings() -> Iterator[tuple[str, str, Reading]]:
         ("L", lambda p: p.q.shape[2]),
         ("D rounded up to a power of two", lambda p: 1 << (p.q.shape[-1] - 1).bit_length()),
         ("D rounded up to a multiple of 8", lambda p: -(-p.q.shape[-1] // 8) * 8),
-    )  # fmt: skip
+    )
     for name, width in of_width:
         yield (
-            f"scale of {name}", f"1/sqrt({name}) for 1/sqrt(D)",
+            f"scale of {name}",
+            f"1/sqrt({name}) for 1/sqrt(D)",
             bound(lambda p, width: p if p.scale is not None else replace(p, scale=width(p) ** -0.5), width),
-        )  # fmt: skip
+        )
     yield from _key_readings()
     yield from _head_readings()
     for name in ("q", "k", "v"):
@@ -184,17 +195,20 @@ def readings() -> Iterator[tuple[str, str, Reading]]:
             )
     for width_name, to in WIDTHS.items():
         yield (
-            f"inputs in {width_name}", f"q, k and v rounded to {width_name}",
+            f"inputs in {width_name}",
+            f"q, k and v rounded to {width_name}",
             bound(lambda p, to: replace(p, q=to(p.q), k=to(p.k), v=to(p.v)), to),
-        )  # fmt: skip
+        )
         yield (
-            f"keys and values in {width_name}", f"k and v rounded to {width_name}",
+            f"keys and values in {width_name}",
+            f"k and v rounded to {width_name}",
             bound(lambda p, to: replace(p, k=to(p.k), v=to(p.v)), to),
-        )  # fmt: skip
+        )
         yield (
-            f"scaled q in {width_name}", f"the scaled queries rounded to {width_name}",
+            f"scaled q in {width_name}",
+            f"the scaled queries rounded to {width_name}",
             bound(lambda p, to: replace(p, q=to(p.q * call_of(p).scale), scale=1.0), to),
-        )  # fmt: skip
+        )
 
 
 def _key_readings() -> Iterator[tuple[str, str, Reading]]:
@@ -203,25 +217,30 @@ def _key_readings() -> Iterator[tuple[str, str, Reading]]:
     yield "last key missing", "the last key left out", lambda p: _hides(p, lambda j, S: j < S - 1)
     for T in TILES:
         yield (
-            f"last partial tile of {T} missing", f"the keys of the last, partial tile of {T} left out",
+            f"last partial tile of {T} missing",
+            f"the keys of the last, partial tile of {T} left out",
             bound(lambda p, T: _hides(p, lambda j, S: (j < S // T * T) | (S < T)), T),
-        )  # fmt: skip
+        )
         yield (
-            f"first tile of {T} missing", f"the first tile of {T} keys left out where there are more",
+            f"first tile of {T} missing",
+            f"the first tile of {T} keys left out where there are more",
             bound(lambda p, T: _hides(p, lambda j, S: (j >= T) | (S <= T)), T),
-        )  # fmt: skip
+        )
         yield (
-            f"keys beyond {T} missing", f"the keys beyond the first {T} left out",
+            f"keys beyond {T} missing",
+            f"the keys beyond the first {T} left out",
             bound(lambda p, T: _hides(p, lambda j, S: j < T), T),
-        )  # fmt: skip
+        )
         yield (
-            f"first key of tiles of {T} missing", f"the first key of every further tile of {T} left out",
+            f"first key of tiles of {T} missing",
+            f"the first key of every further tile of {T} left out",
             bound(lambda p, T: _hides(p, lambda j, S: (j % T > 0) | (j == 0)), T),
-        )  # fmt: skip
+        )
         yield (
-            f"last key of tiles of {T} missing", f"the last key of every tile of {T} left out",
+            f"last key of tiles of {T} missing",
+            f"the last key of every tile of {T} left out",
             bound(lambda p, T: _hides(p, lambda j, S: (j % T < T - 1) | (j == S - 1)), T),
-        )  # fmt: skip
+        )
     for W in (*TILES, 2048, 4096):
         yield (
             f"window of {W}",
@@ -238,31 +257,45 @@ def _window(problem: Problem, W: int) -> Problem:
 
 def _head_readings() -> Iterator[tuple[str, str, Reading]]:
     orders: tuple[tuple[str, str, Callable[[int, int], list[int]]], ...] = (
-        ("kv heads tiled", "key heads tiled instead of repeated: query head h reads key head h mod H_kv",
-         lambda H, K: [h % K for h in range(H)]),
+        (
+            "kv heads tiled",
+            "key heads tiled instead of repeated: query head h reads key head h mod H_kv",
+            lambda H, K: [h % K for h in range(H)],
+        ),
         ("kv head 0 for all", "key head 0 for all query heads", lambda H, K: [0] * H),
-        ("kv head h clamped", "query head h reading key head min(h, H_kv - 1)", lambda H, K: [min(h, K - 1) for h in range(H)]),
+        (
+            "kv head h clamped",
+            "query head h reading key head min(h, H_kv - 1)",
+            lambda H, K: [min(h, K - 1) for h in range(H)],
+        ),
         ("kv heads reversed", "key heads in reverse order", lambda H, K: [K - 1 - h * K // H for h in range(H)]),
-        ("kv heads one further", "each query head reading the next key head", lambda H, K: [(h * K // H + 1) % K for h in range(H)]),
-    )  # fmt: skip
+        (
+            "kv heads one further",
+            "each query head reading the next key head",
+            lambda H, K: [(h * K // H + 1) % K for h in range(H)],
+        ),
+    )
     for name, words, order in orders:
         yield name, words, bound(lambda p, order: _in_groups(p, order), order)
     for name in ("q", "k", "v"):
         for dim, axis in ((1, "heads"), (0, "batch entries"), (2, "rows" if name == "q" else "keys"), (3, "channels")):
             for by in (1, -1):
                 yield (
-                    f"{name} {axis} rotated by {by:+}", f"the {axis} of {name} rotated by {by:+}",
+                    f"{name} {axis} rotated by {by:+}",
+                    f"the {axis} of {name} rotated by {by:+}",
                     bound(lambda p, n, d, by: _tensor_by(p, n, lambda t: t.roll(by, d)), name, dim, by),
-                )  # fmt: skip
+                )
             yield (
-                f"{name} {axis} reversed", f"the {axis} of {name} in reverse order",
+                f"{name} {axis} reversed",
+                f"the {axis} of {name} in reverse order",
                 bound(lambda p, n, d: _tensor_by(p, n, lambda t: t.flip(d)), name, dim),
-            )  # fmt: skip
+            )
             if dim < 2:
                 yield (
-                    f"{name} of the first of its {axis}", f"the first of the {axis} of {name} for all",
+                    f"{name} of the first of its {axis}",
+                    f"the first of the {axis} of {name} for all",
                     bound(lambda p, n, d: _tensor_by(p, n, lambda t: t.narrow(d, 0, 1).expand(t.shape)), name, dim),
-                )  # fmt: skip
+                )
         yield (
             f"{name} viewed",
             f"{name} as (B, L, H, D) viewed as (B, H, L, D)",

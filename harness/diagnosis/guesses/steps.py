@@ -26,21 +26,25 @@ def steps() -> Iterator[tuple[str, str, Run]]:
     )
     for name, to in list(WIDTHS.items())[:3]:
         yield (
-            f"scores in {name}", f"scores rounded to {name}",
+            f"scores in {name}",
+            f"scores rounded to {name}",
             bound(lambda p, to: attended(p, score=lambda q, k, c: to(core.score(q, k, c))), to),
-        )  # fmt: skip
+        )
         yield (
-            f"products in {name}", f"q k^T rounded to {name} before it is scaled",
+            f"products in {name}",
+            f"q k^T rounded to {name} before it is scaled",
             bound(lambda p, to: attended(p, score=lambda q, k, c: masked(to(q @ k.mT) * c.scale, c)), to),
-        )  # fmt: skip
+        )
         yield (
-            f"weights in {name}", f"weights rounded to {name}",
+            f"weights in {name}",
+            f"weights rounded to {name}",
             bound(lambda p, to: attended(p, normalise=lambda s: to(core.normalise(s))), to),
-        )  # fmt: skip
+        )
         yield (
-            f"exponentials in {name}", f"exponentials rounded to {name} before they are summed",
+            f"exponentials in {name}",
+            f"exponentials rounded to {name} before they are summed",
             bound(lambda p, to: attended(p, normalise=lambda s: _divided(to(exponentials(s)))), to),
-        )  # fmt: skip
+        )
         yield f"output in {name}", f"the output rounded to {name}", bound(lambda p, to: to(attended(p)), to)
     for dim, axis in ((1, "heads"), (0, "batch entries"), (2, "rows"), (3, "channels")):
         yield (
@@ -67,26 +71,33 @@ def steps() -> Iterator[tuple[str, str, Run]]:
     )
     for T in TILES:
         yield (
-            f"partial row tile of {T} unwritten", f"the rows of the last, partial tile of {T} never written (0)",
+            f"partial row tile of {T} unwritten",
+            f"the rows of the last, partial tile of {T} never written (0)",
             bound(lambda p, T: _cut_rows(attended(p), T), T),
-        )  # fmt: skip
+        )
         for what in ("sum", "output", "sum and output"):
             yield (
-                f"{what} not rescaled, tiles of {T}", f"{what} not rescaled when a tile of {T} keys brings a new maximum",
+                f"{what} not rescaled, tiles of {T}",
+                f"{what} not rescaled when a tile of {T} keys brings a new maximum",
                 bound(lambda p, T, what: attended(p, normalise=lambda s: _not_rescaled(s, T, what)), T, what),
-            )  # fmt: skip
+            )
         yield (
-            f"last tile of {T} overlaps", f"the last tile of {T} keys moved back to fit, and keys counted twice",
+            f"last tile of {T} overlaps",
+            f"the last tile of {T} keys moved back to fit, and keys counted twice",
             bound(lambda p, T: attended(p, normalise=lambda s: _overlapping(s, T)), T),
-        )  # fmt: skip
+        )
         yield (
-            f"zero keys up to a multiple of {T}", f"keys padded with zeros to a multiple of {T}, and the padding attended",
+            f"zero keys up to a multiple of {T}",
+            f"keys padded with zeros to a multiple of {T}, and the padding attended",
             bound(lambda p, T: attended(p, normalise=lambda s: _padded(s, T)), T),
-        )  # fmt: skip
+        )
         yield (
-            f"last tile of {T} alone", f"the sum and output of the last tile of {T} keys alone",
-            bound(lambda p, T: attended(p, normalise=lambda s: core.normalise(s.masked_fill(_before_last(s, T), -INF))), T),
-        )  # fmt: skip
+            f"last tile of {T} alone",
+            f"the sum and output of the last tile of {T} keys alone",
+            bound(
+                lambda p, T: attended(p, normalise=lambda s: core.normalise(s.masked_fill(_before_last(s, T), -INF))), T
+            ),
+        )
 
 
 def masked(scores: Tensor, call: AttentionCall) -> Tensor:
