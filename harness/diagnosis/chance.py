@@ -43,7 +43,7 @@ def told_dropout(witness: Witness) -> str:
         return "the same weights are dropped whatever torch's seed is"
     factor = _factor(used, true)
     if abs(factor * (1 - P) - 1) > NEAR:
-        return f"the weights that are kept are {factor:.3g} times what they were, not 1 / (1 - dropout_p)"
+        return f"the weights that are kept are {factor:.3g} times what they were, not {1 / (1 - P):g} times"
     return ""
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.battery.call import Call, generator_of
-from harness.battery.result import FAILING, Finding
+from harness.battery.result import Finding
 from harness.battery.sampling import sampled_rows
 from harness.battery.steps import found_in
 from harness.candidate.client import Process
@@ -115,7 +115,7 @@ class Witness:
 
     def __init__(self, examinee: Examinee, until: float) -> None:
         self.examinee, self.until = examinee, until
-        self.asked = 0
+        self.asks_anew = False  # each time a process that remembers nothing
 
     @property
     def has_time(self) -> bool:
@@ -127,18 +127,14 @@ class Witness:
             self.examinee.stop()
 
     def evidence(self, request: Request, before: Sequence[Request] = ()) -> Evidence:
-        for earlier in before:
-            self.examinee.ask(earlier)
-        self.asked += 1 + len(before)
+        self._prepare(before)
         return Evidence(request, self.examinee.ask(request), tuple(before))
 
     def finding(self, request: Request, before: Sequence[Request] = ()) -> Finding:
         """By the rule, as the battery would find it."""
         call = Call("", request, rows_of(request))
-        for earlier in before:
-            self.examinee.ask(earlier)
+        self._prepare(before)
         answer: Callable[[], Reply] = self.examinee.post(request)
-        self.asked += 1 + len(before)
         try:
             held = Held.of(request, generator_of("diagnosis"), rows=call.rows)
         except Unanswered:
@@ -148,8 +144,11 @@ class Witness:
             return Finding("", "", "", "skipped")
         return found_in(reply, held, call, self.examinee.domain.refusal(request.facts))
 
-    def fails(self, request: Request, before: Sequence[Request] = ()) -> bool:
-        return self.finding(request, before).status in FAILING
+    def _prepare(self, before: Sequence[Request]) -> None:
+        if self.asks_anew:
+            self.refresh()
+        for earlier in before:
+            self.examinee.ask(earlier)
 
 
 def rows_of(request: Request) -> Tensor | None:

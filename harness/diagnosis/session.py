@@ -74,6 +74,9 @@ class _Session:
         if before:
             self.witness.refresh()
         evidence = self.witness.evidence(last, before)
+        if evidence.has_shapes and evidence.error <= evidence.noise:  # the very same call was wrong a moment ago
+            self.witness.asks_anew = True
+            evidence = self.witness.evidence(last, before)
         if trace := traces(evidence.reply):
             named = name_trace(evidence)
             return self._told(
@@ -83,17 +86,19 @@ class _Session:
             smallest = self._shrunk(requests, finding, None)
             return self._told(finding, _words(evidence, finding), (), self._place(evidence), smallest, ())
         place = self._place(evidence)
-        named, weights, notes = (), None, []
-        if scores_of_call(last) <= MOST_LOOKED_AT and usable(evidence):
+        named, weights = (), None
+        notes = told_chance(self.witness, evidence) if not before else []
+        if notes:
+            self.witness.asks_anew = True
+        elif scores_of_call(last) <= MOST_LOOKED_AT and usable(evidence):
             named = self._named(evidence)
             if not before and not last.gradients:
                 weights = weights_used(self.witness, last)
-        notes += told_chance(self.witness, evidence) if not before else []
         if weights is not None:
             notes += list(weights.sentences())
             if place is not None and bool((weights.missing | weights.extra).any()):
                 place = replace(place, picture=(*place.picture, *weights.picture))
-        if last.gradients:
+        if last.gradients and not self.witness.asks_anew:
             notes += told_gradients(self.witness, evidence)
         smallest = self._shrunk(requests, finding, place)
         return self._told(finding, "", named, place, smallest, tuple(notes))
@@ -206,7 +211,7 @@ class _Session:
                 headline += f"; and, in other calls, with {' and with '.join(each.words for each in named[1:])}"
             elif not named[0].everywhere:
                 headline += ", in the calls that fail"
-        elif not headline and notes:
+        elif not headline and notes and (place is None or place.tensor != "out" or not _is_of_gradients(notes[0])):
             headline = notes[0]
         if not headline:
             headline = place.sentence if place is not None else first_line(finding.reason)
@@ -256,6 +261,10 @@ class _Session:
         error = float((got.double() - golden).abs().nan_to_num(0.0).max()) if got.numel() else 0.0
         ratio = smallest.finding.err_ratio
         return tensor, 2 * error / ratio if ratio and ratio > 2 else error / 2 or 1e-6
+
+
+def _is_of_gradients(note: str) -> bool:
+    return note.startswith(("grad ", "the gradients", "second "))
 
 
 def _said_by(finding: Finding) -> str:

@@ -103,7 +103,7 @@ class Shrinker:
         """Circumstances that can be left out; what cannot is needed."""
         self.needs.clear()
         for words, way, has in self._circumstances():
-            if has(self.requests[-1]) and not self._try(way):
+            if has(self.requests[-1]) and not self._try(way) and self._has_time:
                 self.needs[words] = None
 
     def _circumstances(self) -> Iterator[tuple[str, Way, Callable[[Request], bool]]]:

@@ -17,6 +17,7 @@ GONE = 1e-3  # of what it should be: a weight that small is missing
 LEAST = 1e-4  # smaller weights are not looked at one by one
 SUM_OFF = 1e-3
 FITS, WEIGHED = 1e-3, 1e-2
+MOST_OF = 0.9  # of the pairs in a block of rows and keys, to speak of the block
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +50,10 @@ class Weights:
         if not bool(self.used.any()):
             yield "no key has any weight"
             return
-        for marks, verb in ((self.missing, "missing"), (self.extra, "seen though hidden")):
+        hidden = self.true == 0
+        for marks, verb, among in ((self.missing, "missing", ~hidden), (self.extra, "seen though hidden", hidden)):
             if bool(marks.any()):
-                yield told_keys(marks, verb)
+                yield told_keys(marks, verb, among)
         if not bool(self.missing.any()) and not bool(self.extra.any()):
             yield from self._weighed()
         sums, true = self.used.sum(-1), self.true.sum(-1)
@@ -73,13 +75,14 @@ class Weights:
             if abs(fit.scale - 1) > FITS:
                 yield f"by its weights, q k^T is multiplied by {fit.scale:.5g} times the scale that was asked for"
             if fit.mask is not None and abs(fit.mask - 1) > FITS:
-                yield f"by its weights, the mask is added {fit.mask:.5g} times"
+                times = "as if its numbers were all alike" if abs(fit.mask) <= FITS else f"{fit.mask:.5g} times"
+                yield f"by its weights, the mask is added {times}"
             return
         both = (self.true > LEAST) & (self.used > LEAST)
         ratio = torch.where(both, (self.used.clamp(min=1e-300) / self.true.clamp(min=1e-300)).log(), math.nan)
         off = both & ((ratio - ratio.nanmedian(-1, keepdim=True).values).abs() > WEIGHED)
         if bool(off.any()) and float(off.sum() / both.sum()) < 0.4:
-            yield told_keys(off, "weighed otherwise than the others")
+            yield told_keys(off, "weighed otherwise than the others", both)
 
     @property
     def picture(self) -> tuple[str, ...]:
@@ -105,7 +108,8 @@ class Weights:
             columns.append(problem.mask.expand(raw.shape).masked_fill(problem.mask.expand(raw.shape) < -1e4, 0.0))
         y = _centred(self.used.clamp(min=1e-300).log(), both)
         xs = torch.stack([_centred(column, both) for column in columns], dim=-1)
-        if bool((xs.abs().amax(0) <= 1e-9).any()):
+        sizes = torch.stack([column.abs().max() for column in columns])
+        if bool((xs.abs().amax(0) <= FITS * sizes.clamp(min=1e-9)).any()):  # of what hardly differs nothing can be said
             return None
         solution = torch.linalg.lstsq(xs, y[:, None]).solution[:, 0]
         left = y - xs @ solution
@@ -150,8 +154,10 @@ def weights_used(witness: Witness, request: Request) -> Weights | None:
     return Weights(torch.cat(parts, dim=-1), weights_of(in_float64(bare)), bare)
 
 
-def told_keys(marks: Tensor, verb: str) -> str:
-    """`marks` (B, H, L, S): which (row, key) pairs; by distance where that says it, else by rows and keys."""
+def told_keys(marks: Tensor, verb: str, seen: Tensor | None = None) -> str:
+    """`marks` (B, H, L, S): which (row, key) pairs of those that are `seen`; by distance where that says it, else by
+    rows and keys.
+    """
     any_head = marks.flatten(0, 1).any(0)  # (L, S)
     L, S = any_head.shape
     rows, keys = any_head.any(1), any_head.any(0)
@@ -164,6 +170,9 @@ def told_keys(marks: Tensor, verb: str) -> str:
         )
         return f"the key {place} is {verb}{where}"
     which = described("key", keys.tolist())
+    box = rows[:, None] & keys & (True if seen is None else seen.flatten(0, 1).any(0))
+    if float(any_head.sum()) < MOST_OF * float(box.sum()):
+        return f"{int(any_head.sum())} of {any_head.numel()} pairs of row and key are {verb}{where}"
     one = which.startswith(("key ", "every"))
     return f"{which} {'is' if one else 'are'} {verb}" + (
         where if bool(rows.all()) else f" in {described('row', rows.tolist())}{where}"
