@@ -4,6 +4,7 @@
 Both read and write torch's state_dict keys.
 """
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
-from harness.kernels.transforms import is_transformed
-from harness.variants.in_projection import Packed, bare_linear, held, pack
+from harness.kernels.transforms import is_batched, is_recorded, is_transformed
+from harness.variants.in_projection import Packed, bare_linear, held, lay_together, pack
 from harness.variants.multihead import DropInAttention
 
 
@@ -32,6 +33,8 @@ class EagerMultiheadAttention(DropInAttention):
 
     def _make_projections(self, bias: bool, place: dict[str, Any]) -> None:
         self._biases: dict[bool, Packed] = {}  # as last packed
+        # kind -> what is no parameter, its rows, and the parameters in whose place they stand
+        self._lent: dict[str, tuple[Tensor, list[Any], list[Any]]] = {}
         for part, width in zip(self.PARTS, (self.embed_dim, self.kdim, self.vdim), strict=True):
             setattr(self, part, bare_linear(width, self.embed_dim, bias=bias, **place))  # torch draws no numbers here
 
@@ -60,6 +63,10 @@ class EagerMultiheadAttention(DropInAttention):
         parts = [part for linear in self._linears() if (part := held(linear, kind)) is not None]
         if not parts or (kind == "weight" and not self.packs):
             return None
+        if kind in self._lent:
+            whole, rows, _ = self._lent[kind]
+            if len(rows) == len(parts) and all(map(operator.is_, rows, parts)):
+                return whole
         if kind == "weight" or torch.is_grad_enabled() or is_transformed():
             return pack(parts)
         # torch's encoder layers ask for the bias at each call, which small ones would feel.
@@ -71,8 +78,14 @@ class EagerMultiheadAttention(DropInAttention):
         self._biases = {inference: bias} if isinstance(bias, Packed) else {}
         return bias
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Before share_memory(): moved later, they would be parted from the processes they are shared with.
+        for kind in ("weight", "bias") if self.packs else ("bias",):
+            lay_together([linear._parameters.get(kind) for linear in self._linears()])
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_biases": {}}
+        return {**self.__dict__, "_biases": {}, "_lent": {}}
 
     @property
     def q_proj_weight(self) -> Tensor:
@@ -95,9 +108,10 @@ class EagerMultiheadAttention(DropInAttention):
             super().__setattr__(name, value)
 
     def _assign(self, name: str, value: Tensor | None) -> None:
-        """A packed tensor becomes three parameters in its memory; one of three weights is taken as it is.
+        """A packed parameter becomes three in its memory; what was read here gives back the three that it stands for.
 
-        Biases take the dtype of the weights, in memory of their own if they must: a Linear adds no other.
+        What is no parameter is lent, as torch.func.functional_call does: its rows stand in their place, with its
+        gradients. Biases take the dtype of the weights, in memory of their own if they must: a Linear adds no other.
         """
         part, _, kind = name.rpartition("_")
         linears = self._linears() if part == "in_proj" else [getattr(self, part)]
@@ -111,14 +125,41 @@ class EagerMultiheadAttention(DropInAttention):
         if value is None or expected is None or value.shape != expected:
             found = None if value is None else tuple(value.shape)
             raise ValueError(f"{name} = {found}: must be {expected and tuple(expected)} here")
+        if not isinstance(value, nn.Parameter | Packed):
+            self._lend(linears, kind, value)
+            return
+        self._lent.pop(kind, None)
         if len(linears) == 1:
             linears[0].weight = value
+            return
+        if isinstance(value, Packed):
+            for linear, held_part in zip(linears, value.parts, strict=True):
+                linear._parameters[kind] = held_part
             return
         for linear, rows in zip(linears, value.detach().chunk(3), strict=True):
             setattr(linear, kind, nn.Parameter(rows, requires_grad=value.requires_grad))
             if linear.bias is not None and linear.bias.dtype != linear.weight.dtype:
                 bias = linear.bias.detach().to(linear.weight.dtype)
                 linear.bias = nn.Parameter(bias, requires_grad=linear.bias.requires_grad)
+
+    def _lend(self, linears: list[nn.Linear], kind: str, value: Tensor) -> None:
+        if is_recorded():
+            names = ", ".join(f"{part}.{kind}" for part in self.PARTS)
+            raise RuntimeError(f"a recorded functional_call knows the split projections by {names} alone")
+        if len(linears) == 1:
+            linears[0]._parameters[kind] = value  # type: ignore[assignment]
+            return
+        lent = self._lent.pop(kind, None)
+        owned: list[Any] = [linear._parameters[kind] for linear in linears]
+        if lent is not None:
+            owned = lent[2]
+        # Read by a compiled frame, what is to be put back lost its parameters, but lies in their memory.
+        is_theirs = lent is not None and not is_batched(value) and value.data_ptr() == owned[0].data_ptr()
+        rows: list[Any] = owned if is_theirs else list(value.chunk(3))
+        for linear, part in zip(linears, rows, strict=True):
+            linear._parameters[kind] = part
+        if not is_theirs:
+            self._lent[kind] = value, rows, owned
 
     def _shape(self, linears: list[nn.Linear], kind: str) -> tuple[int, ...]:
         rows, *rest = linears[0].weight.shape

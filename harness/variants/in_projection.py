@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from harness.kernels.transforms import is_transformed
+from harness.kernels.transforms import is_recorded
 
 
 class Packed(Tensor):
@@ -69,6 +70,14 @@ class Packed(Tensor):
             "gradients of a split in-projection have no hook of their own: hook those of q_proj, k_proj and v_proj"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as torch's, a parameter."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
     def is_still_of(self, parts: Sequence[Tensor]) -> bool:
         """No part was replaced or moved since."""
         for part, before, address in zip(parts, self.parts, self.addresses, strict=False):
@@ -78,26 +87,41 @@ class Packed(Tensor):
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts as one tensor, in one memory where the parts are parameters; gradients flow through it.
+    """The rows of all parts as one tensor, in one memory where they can share it; gradients flow through it.
 
     What is no parameter (a parametrized weight, one that is the same twice) is copied.
     """
-    if not all(isinstance(part, nn.Parameter) for part in parts):
+    if not lay_together(parts):
         return torch.cat(list(parts))
-    if not _are_adjacent(parts):
-        if len({(part.dtype, part.device) for part in parts}) > 1 or len({*map(id, parts)}) < 3:
-            return torch.cat(list(parts))
-        # Whatever mode it is read in, they may be trained later; but for those that were made in inference mode.
-        with torch.inference_mode(any(part.is_inference() for part in parts)), torch.no_grad():
-            whole = torch.cat(list(parts))
-            for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-                part.data = rows
-    whole = _Adjacent.apply(*parts) if torch.is_grad_enabled() else as_one(parts)  # type: ignore[no-untyped-call]
-    if is_transformed():  # which know no such class
-        return whole
-    packed = whole.as_subclass(Packed)
+    if is_recorded():  # by what knows no such class
+        return _joined(parts)
+    with temporarily_clear_interpreter_stack():  # parameters are nothing of torch.func's, nor is this
+        packed = _joined(parts).as_subclass(Packed)
     packed.parts, packed.addresses = parts, [part.data_ptr() for part in parts]
     return packed
+
+
+def lay_together(parts: Sequence[Any]) -> bool:
+    """Moves parameters into one memory; False for what must stay where it is."""
+    if not all(isinstance(part, nn.Parameter) for part in parts):
+        return False
+    if _are_adjacent(parts):
+        return True
+    if len({(part.dtype, part.device) for part in parts}) > 1 or len({*map(id, parts)}) < 3:
+        return False
+    if any(part.is_cpu and part.is_shared() for part in parts):
+        return False  # other processes look for them there
+    # Whatever mode it is read in, they may be trained later; but for those that were made in inference mode.
+    inference = any(part.is_inference() for part in parts)
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(inference), torch.no_grad():
+        whole = torch.cat(list(parts))
+        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = rows
+    return True
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return _Adjacent.apply(*parts) if torch.is_grad_enabled() else as_one(parts)  # type: ignore[no-untyped-call]
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor:

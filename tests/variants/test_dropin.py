@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 
 import harness
@@ -368,6 +369,106 @@ def test_the_packed_weight_is_a_plain_tensor_to_every_operation() -> None:
     assert not torch.overrides.has_torch_function((packed,))
     for found in (packed * 2, packed.detach(), packed.data, packed[:2], packed.clone(), packed.chunk(3)[0]):
         assert type(found) is Tensor
+
+
+FUNCTIONAL = {
+    "grad": lambda call, state: torch.func.grad(lambda s: call(s).square().sum())(state),
+    "vmap": lambda call, state: torch.func.vmap(call)({k: torch.stack([v, 2 * v]) for k, v in state.items()}),
+    "vmap of grad": lambda call, state: torch.func.vmap(torch.func.grad(lambda s: call(s).square().sum()))(
+        {k: torch.stack([v, 2 * v]) for k, v in state.items()}
+    ),
+    "jvp": lambda call, state: torch.func.jvp(call, (state,), (state,)),
+    "compile": lambda call, state: torch.compile(call, backend="eager")(state),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's, of what it leaves to Python
+@pytest.mark.parametrize("transform", FUNCTIONAL)
+@every_form
+def test_functional_calls_by_torchs_names_leave_the_parameters(form: str, transform: str) -> None:
+    theirs, ours = pair(EagerMultiheadAttention, form)
+    dtype = theirs.out_proj.weight.dtype
+    inputs = tuple(torch.randn(5, 3, size, dtype=dtype) for size in (E, theirs.kdim, theirs.vdim))
+    before = dict(ours.named_parameters())
+    expected, found = (
+        FUNCTIONAL[transform](
+            lambda state, m=module: torch.func.functional_call(m, dict(state), inputs)[0], theirs.state_dict()
+        )
+        for module in (theirs, ours)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+    assert all(before[name] is parameter for name, parameter in ours.named_parameters())
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_gradients_of_a_functional_call_reach_what_was_given(leaf: bool) -> None:
+    """As in meta-learning: the weights of an inner step are no leaves."""
+    theirs, ours = pair(EagerMultiheadAttention)
+    gradients = []
+    for module in (theirs, ours):
+        state = {name: value.clone().requires_grad_() for name, value in theirs.state_dict().items()}
+        given = dict(state) if leaf else {name: 2 * value for name, value in state.items()}
+        held = dict(given)
+        torch.func.functional_call(module, given, self_inputs(5, 3))[0].square().sum().backward()
+        assert all(given[name] is held[name] for name in held)  # which functional_call writes back
+        gradients.append({name: value.grad for name, value in state.items()})
+    assert all(gradient is not None for gradient in gradients[1].values())
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-3, rtol=1e-4)
+
+
+def test_a_recorded_functional_call_by_torchs_names_is_refused() -> None:
+    ours = EagerMultiheadAttention(E, H)
+    x = self_inputs(5, 3)
+    before = dict(ours.named_parameters())
+    with pytest.raises(RuntimeError, match=r"by q_proj\.weight, k_proj\.weight, v_proj\.weight alone"):
+        make_fx(lambda state: torch.func.functional_call(ours, state, x)[0])(dict(ours.state_dict()))
+    assert all(before[name] is parameter for name, parameter in ours.named_parameters())
+
+
+def test_a_packed_weight_assigned_to_another_module_ties_the_two() -> None:
+    theirs, ours = ([pair(EagerMultiheadAttention)[index] for _ in range(2)] for index in (0, 1))
+    for first, second in (theirs, ours):
+        second.in_proj_weight = first.in_proj_weight
+        assert len({*first.parameters()} & {*second.parameters()}) == (1 if first is theirs[0] else 3)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@every_class
+def test_weights_shared_with_other_processes_stay_shared(kind: type[DropInAttention], cast: bool) -> None:
+    """As Hogwild trains: what reads the packed weights (a state dict, torch's encoder layers) moves none of them."""
+    model = nn.Sequential(kind(E, H))
+    if cast:
+        model.double()
+    model.share_memory()
+    ours: Any = model[0]
+    memory = [parameter.data_ptr() for parameter in model.parameters()]
+    model.state_dict()
+    assert ours.in_proj_bias is not None
+    nn.init.constant_(ours.in_proj_weight, 0.5)
+    assert all((weight == 0.5).all() for weight in (ours.q_proj_weight, ours.k_proj_weight, ours.v_proj_weight))
+    assert all(parameter.is_shared() for parameter in model.parameters())
+    assert [parameter.data_ptr() for parameter in model.parameters()] == memory
+
+
+def test_parameters_shared_one_by_one_stay_where_they_are() -> None:
+    ours = EagerMultiheadAttention(E, H)
+    for parameter in ours.parameters():
+        parameter.share_memory_()
+    torch.testing.assert_close(ours.state_dict()["in_proj_weight"][:E], ours.q_proj.weight.detach())
+    assert all(parameter.is_shared() for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_packed_weight_is_saved_and_copied_as_torchs(grad: bool) -> None:
+    theirs, ours = pair(EagerMultiheadAttention)
+    with torch.set_grad_enabled(grad):
+        for module in (theirs, ours):
+            buffer = io.BytesIO()
+            torch.save(module.state_dict(keep_vars=True), buffer)
+            buffer.seek(0)
+            for weight in (torch.load(buffer)["in_proj_weight"], copy.deepcopy(module.in_proj_weight)):
+                assert type(weight) is nn.Parameter and weight.requires_grad
+                assert torch.equal(weight, theirs.state_dict()["in_proj_weight"])
 
 
 @pytest.mark.parametrize("use_in_proj", [True, False])
