@@ -60,7 +60,8 @@ class EagerMultiheadAttention(DropInAttention):
         return torch.empty(0) if is_scripting() else self._packed("bias")
 
     def _packed(self, kind: str) -> Any:
-        parts = [part for linear in self._linears() if (part := held(linear, kind)) is not None]
+        found = [held(linear, kind) for linear in self._linears()]
+        parts = [part for part in found if part is not None]  # torch.compile knows no := in here
         if not parts or (kind == "weight" and not self.packs):
             return None
         if kind in self._lent:
@@ -153,8 +154,8 @@ class EagerMultiheadAttention(DropInAttention):
         owned: list[Any] = [linear._parameters[kind] for linear in linears]
         if lent is not None:
             owned = lent[2]
-        # Read by a compiled frame, what is to be put back lost its parameters, but lies in their memory.
-        is_theirs = lent is not None and not is_batched(value) and value.data_ptr() == owned[0].data_ptr()
+        # Read by a compiled frame, what is to be put back is a copy of the parameters.
+        is_theirs = lent is not None and not is_batched(value) and torch.equal(value, torch.cat(owned))
         rows: list[Any] = owned if is_theirs else list(value.chunk(3))
         for linear, part in zip(linears, rows, strict=True):
             linear._parameters[kind] = part

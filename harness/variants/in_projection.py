@@ -89,14 +89,13 @@ class Packed(Tensor):
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts as one tensor, in one memory where they can share it; gradients flow through it.
 
-    What is no parameter (a parametrized weight, one that is the same twice) is copied.
+    What is no parameter (a parametrized weight, one that is the same twice) is copied, and all where it is recorded.
     """
-    if not lay_together(parts):
+    if is_recorded() or not lay_together(parts):
         return torch.cat(list(parts))
-    if is_recorded():  # by what knows no such class
-        return _joined(parts)
     with temporarily_clear_interpreter_stack():  # parameters are nothing of torch.func's, nor is this
-        packed = _joined(parts).as_subclass(Packed)
+        whole = _Adjacent.apply(*parts) if torch.is_grad_enabled() else as_one(parts)  # type: ignore[no-untyped-call]
+        packed = whole.as_subclass(Packed)
     packed.parts, packed.addresses = parts, [part.data_ptr() for part in parts]
     return packed
 
@@ -118,10 +117,6 @@ def lay_together(parts: Sequence[Any]) -> bool:
         for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
             part.data = rows
     return True
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return _Adjacent.apply(*parts) if torch.is_grad_enabled() else as_one(parts)  # type: ignore[no-untyped-call]
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor:

@@ -432,6 +432,27 @@ def test_a_packed_weight_assigned_to_another_module_ties_the_two() -> None:
         assert len({*first.parameters()} & {*second.parameters()}) == (1 if first is theirs[0] else 3)
 
 
+RECORDERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "fullgraph": lambda layer, x: torch.compile(layer, backend="eager", fullgraph=True)(x),
+    "export": lambda layer, x: torch.export.export(layer, (x,)).module()(x),
+    "trace": lambda layer, x: torch.jit.trace(layer, (x,))(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("recorder", "grad"), [(r, g) for r in RECORDERS for g in (True, False) if (r, g) != ("trace", True)]
+)
+@pytest.mark.parametrize("use_in_proj", [True, False])
+def test_a_swapped_encoder_layer_is_recorded_in_inference(use_in_proj: bool, recorder: str, grad: bool) -> None:
+    """torch's layer asks for the packed bias: as three parameters in one memory, no recorder could follow it."""
+    theirs = nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval()
+    ours = harness.replace_mha_with_eager(theirs, use_in_proj=use_in_proj)
+    x = self_inputs(3, 5)[0]
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(RECORDERS[recorder](ours, x), theirs(x))
+
+
 @pytest.mark.parametrize("cast", [False, True])
 @every_class
 def test_weights_shared_with_other_processes_stay_shared(kind: type[DropInAttention], cast: bool) -> None:
