@@ -176,6 +176,8 @@ kept = {}
 def stale(q, k, v, **options):
     """The first answer to each shape."""
     key = (q.shape, k.shape, v.shape)
+    if any(t.requires_grad for t in (q, k, v)):
+        return scaled_dot_product_attention(q, k, v, **options)
     if key not in kept:
         kept[key] = scaled_dot_product_attention(q, k, v, **options).detach()
     return kept[key].clone()
@@ -224,7 +226,7 @@ def test_on_the_command_line(kernels, tmp_path):
 
 def test_a_process_that_dies_loses_nothing(kernels):
     with pytest.raises(AssertionError) as told:
-        harness.assert_kernel(f"{kernels}:dies", minutes=0.2, seed=1)
+        harness.assert_kernel(f"{kernels}:dies", minutes=1, seed=1)
     first = str(told.value).splitlines()[0]
     assert "its process dies: " in first and "is_causal" in first
 
