@@ -43,6 +43,7 @@ class Shrinker:
         self.witness, self.requests, self.finding = witness, requests, finding
         self.worst = (*worst, 0, 0, 0, 0)[:4] if worst else (0, 0, 0, 0)
         self.until, self.tried = until, 0
+        self.remembers = len(requests) > 1  # what fails alone must do so in a kernel that was asked nothing before
         self.needs: dict[str, None] = {}
 
     def run(self) -> Smallest:
@@ -82,7 +83,7 @@ class Shrinker:
         if not self._has_time:
             return False
         self.tried += 1
-        if len(requests) > 1:
+        if self.remembers:
             self.witness.refresh()
         finding = self.witness.finding(requests[-1], requests[:-1])
         if (
