@@ -78,6 +78,7 @@ def execute(options: argparse.Namespace) -> int:
             "seconds": found.seconds,
             "planned": found.planned,
             "refused": found.refused,
+            "replaced": list(found.replaced),
             "findings": found.table().to_dict("records"),
         }
         store.write_atomically(options.json, (json.dumps(strict_json(whole), indent=1) + "\n").encode())
