@@ -38,6 +38,8 @@ ORDER = (
     "doctor",
     "report",
     "runner",
+    "reproduction",
+    "pytest_plugin",
     "commands",
     "__main__",
 )

@@ -26,6 +26,7 @@ from harness.candidate.zygote import Zygote
 from harness.kernels.call import Kernel
 from harness.kernels.domain import Domain
 from harness.kernels.plugin import PluginError
+from harness.text import plain
 
 log = logging.getLogger(__name__)
 P = TypeVar("P")
@@ -88,7 +89,7 @@ class Process:
             raise PluginError(f"{self.name}: importing it failed: {failure}") from failure
         if "failure" in answer:
             self.stop()
-            raise PluginError(str(answer["failure"].get("message")))
+            raise PluginError(plain(answer["failure"].get("message")))  # its own words
         self.origin, self.domain = str(answer["origin"]), Domain.from_json(answer["domain"])
 
     def stop(self) -> None:
