@@ -39,7 +39,7 @@ class Judgement:
     seconds: float
     minutes: float
     is_strict: bool = False
-    replaced: tuple[str, ...] = ()  # what the kernel's code replaced in torch, numpy or time, which reached itself alone
+    replaced: tuple[str, ...] = ()  # in torch, numpy or time by the kernel's code; that reached itself alone
 
     @property
     def status(self) -> str:
