@@ -325,8 +325,7 @@ def changed_before_gradients(examinee: Examinee, seed: int) -> Finding:
         return problem
     ticket, cotangent = reply.ticket, call.request.cotangent
     assert ticket is not None and cotangent is not None
-    without = {"gradients": (), "cotangent": None, "mode": "no_grad"}
-    examinee.ask(replace(other.request, reuse=ticket, **without))
+    examinee.ask(replace(other.request, reuse=ticket, gradients=(), cotangent=None, mode="no_grad"))
     answer = examinee.differentiate(ticket, cotangent)
     examinee.release(ticket)
     if isinstance(answer, Failure):
