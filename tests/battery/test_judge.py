@@ -153,7 +153,8 @@ def test_on_the_command_line(tmp_path):
     path = tmp_path / "kernels.py"
     path.write_text(SOURCE)
     wrong = python(
-        "-m", "harness", "judge", f"{path}:bottom_right", "--seed", "1", "--json", str(tmp_path / "found.json")
+        *("-m", "harness", "judge", f"{path}:bottom_right", "--seed", "1"),
+        *("--json", str(tmp_path / "found.json"), "--repro", str(tmp_path)),
     )
     assert wrong.code == 1, wrong.err
     assert wrong.out.startswith("WRONG")
