@@ -16,10 +16,11 @@ from harness.cell import apart, record_of
 from harness.cell.apart import Apart, Packing
 from harness.cell.approximate import DENSE, Approximation, approximate
 from harness.cell.build import Pair, build_pair
+from harness.cell.large import compare_pair, judge_timed
 from harness.cell.peak import peak_bytes
-from harness.cell.referee import IN_FLOAT32, compare_pair, judge_timed
+from harness.cell.referee import IN_FLOAT32
 from harness.cell.rule import Equivalence, TensorVerdict, worst_of
-from harness.cell.side import Side, Subject, run_steps
+from harness.cell.side import Side, Subject
 from harness.cell.timing import SAMPLE_S, Stopwatch, Timed, interleave, paired_ratio
 from harness.kernels.call import ContractBroken, Kernel
 from harness.kernels.domain import PLAIN
@@ -102,25 +103,18 @@ def _describe(failure: BaseException) -> str:
 
 
 def weighed(record: Record, pair: Pair) -> Record:
-    """With parameters and cache bytes as they really are, not as the formula says.
-
-    After the comparison: filling a cache calls the kernel, and a kernel's first call must be one that is judged.
-    """
+    """With parameters and cache bytes as they really are, not as the formula says."""
     case, side = pair.case, pair.candidate
     record = replace(
         record,
         params=sum(p.numel() for p in side.module.parameters()),
         ref_params=sum(p.numel() for p in pair.reference.module.parameters()),
     )
-    if side.new_cache is None or case.phase == "train":
+    if side.filled is None or case.phase == "train":
         return record
     x = torch.zeros(case.batch, case.kv_len, case.embed_dim, dtype=getattr(torch, case.dtype))
     with torch.no_grad():
-        if case.phase == "decode":
-            cache = run_steps(side, pair.steps, x)[1]
-        else:
-            cache = side.new_cache(case.kv_len)
-            side.forward(side.module, x, side.views[0], cache, False)
+        cache = side.filled(side.module, x)
     size = cache.allocated_bytes
     return replace(record, kv_cache_bytes=size, kv_bytes_per_token=size / (case.kv_len * case.batch))
 
@@ -134,6 +128,8 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
         "worst_regime": worst.regime,
         "grad_max_abs_err": max((e for e in gradients if e is not None), default=None),
         "equivalence": [asdict(v) for v in equivalence.verdicts],
+        "golden_rows": None if (sampled := equivalence.sampled) is None else len(sampled.rows),
+        "sampled": {} if sampled is None else asdict(sampled),
     }
 
 
@@ -149,11 +145,13 @@ def status_of(record: Record, equivalence: Equivalence, kernel: Kernel) -> tuple
         hint = "; the kernel is approximate: judge it by limits in `accuracy`, with `equivalence: approximate`"
     elif equivalence.judged == "degraded" and record.dtype in HALF and _is_right_in_float32(equivalence):
         hint = _rounded_scores(record.dtype)
+    if (sampled := equivalence.sampled) is not None:
+        hint += f" ({len(sampled.rows)} of {record.seq_len} queries have a golden, chosen by seed {sampled.seed})"
     return equivalence.judged, f"{worst.tensor} in regime {worst.regime}: {worst.reason}{hint}"
 
 
 def _is_right_in_float32(equivalence: Equivalence) -> bool:
-    shadow = [verdict.status for verdict in equivalence.verdicts if verdict.tensor.endswith(IN_FLOAT32)]
+    shadow = [verdict.status for verdict in equivalence.verdicts if IN_FLOAT32 in verdict.tensor]
     return bool(shadow) and set(shadow) == {"ok"}
 
 

@@ -4,27 +4,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from harness.case import HALF
 from harness.cell import self_checks as metamorphic
-from harness.cell.apart import TimedResult
 from harness.cell.build import Pair
 from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered, torch_threads
 from harness.cell.regimes import Inputs, make_inputs
-from harness.cell.rule import Equivalence, TensorVerdict, Yardstick, judge
-from harness.cell.side import Side, Subject, run_steps, train_step
+from harness.cell.rule import JITTER_DRAWS, TensorVerdict, Yardstick
+from harness.cell.side import Side, run_steps, train_step
 from harness.cell.timing import Stopwatch
 from harness.kernels.call import ContractBroken, WrongDtype
 from harness.swaps.weights import WeightSource
 
+T = TypeVar("T")
+
 # The most sensitive regime: a scale wrong by 1e-3 stands at 450 N and more in it, at 30 N in peaked and offset.
 SHADOW_REGIME = "plain"
-TIMED = "timed"  # the regime of inputs that a kernel was timed on
 IN_FLOAT32 = " (in float32)"  # ends the name of a shadow's tensor
 
 
@@ -51,6 +50,9 @@ class Expected:
     inputs: Inputs
     cotangent: Tensor
     draws: Draws[dict[str, Any]]  # every tensor by name
+    rows: Tensor | None = None  # of a large cell: the queries that have a golden
+    whole: Tensor | None = None  # and what the reference gives for all
+    held: tuple[Tensor, ...] = ()  # what a cache is given to hold before a single step
     _yardsticks: dict[tuple[str, WeightSource], Yardstick] = field(default_factory=dict)  # made when first asked for
 
     def tensor(self, name: str, source: WeightSource, part: Part = WHOLE) -> Draws[Tensor]:
@@ -62,6 +64,7 @@ class Expected:
         if (name + part.label, source) not in self._yardsticks:
             draws, may_differ, poisoned = self.tensor(name, source, part), None, self.inputs.poisoned
             if poisoned is not None:
+                poisoned = poisoned if self.rows is None else poisoned[:, self.rows]
                 rows = poisoned[..., None] if name == "out" else poisoned[:, None, :, None]
                 may_differ = rows.expand(draws.references[0].shape)
             made = Yardstick.of(*draws, may_differ=may_differ, is_gradient=name.startswith("grad "))
@@ -92,6 +95,8 @@ class Referee:
     who asks.
     """
 
+    jittered = JITTER_DRAWS
+
     def __init__(
         self, pair: Pair, regimes: Sequence[str], *, seed: int, poison: float | None, stopwatch: Stopwatch | None = None
     ) -> None:
@@ -99,9 +104,16 @@ class Referee:
         self._pair, self._stopwatch = pair, stopwatch or Stopwatch()
         self._seed, self._generator = seed, torch.Generator().manual_seed(seed)
         self._jitter = Jitter(getattr(torch, pair.case.dtype), self._generator)
-        sides = plain_and_jittered(pair.reference, lambda side: side.jittered(self._jitter))
-        self._sides = [(side, side.in_float64()) for side in sides]  # of each draw, for all regimes: reference, golden
+        self._sides = self._drawn_sides()
         self._expected: list[Expected | None] = []
+
+    def _drawn_sides(self) -> list[tuple[Side, Side]]:
+        """Of each draw, for all regimes: reference and golden."""
+        sides = self._plain_and_jittered(self._pair.reference, lambda side: side.jittered(self._jitter))
+        return [(side, side.in_float64()) for side in sides]
+
+    def _plain_and_jittered(self, plain: T, shake: Callable[[T], T]) -> Iterator[T]:
+        return plain_and_jittered(plain, shake, jittered=self.jittered)
 
     def expected(self, regime: str) -> Expected | None:
         """None where the regime does not apply to the cell."""
@@ -125,18 +137,21 @@ class Referee:
     def judge_outputs(self, pair: Pair, expected: Expected, candidate: dict[str, Any]) -> Iterator[TensorVerdict]:
         with one_thread():
             for name, tensor in candidate.items():
-                for part in parts_of(pair, name):
-                    yardstick = expected.yardstick(name, source_of(pair, name), part)
-                    yield yardstick.judge(name + part.label, part.of(tensor), regime=expected.inputs.regime)
+                yield from self._judge_tensor(pair, expected, name, tensor)
 
-    def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
+    def _judge_tensor(self, pair: Pair, expected: Expected, name: str, tensor: Any) -> Iterator[TensorVerdict]:
+        for part in parts_of(pair, name):
+            yardstick = expected.yardstick(name, source_of(pair, name), part)
+            yield yardstick.judge(name + part.label, part.of(tensor), regime=expected.inputs.regime)
+
+    def examine(self, pair: Pair, *, checks: bool = True) -> Iterator[TensorVerdict]:
         """Everything that is compared, one by one: who looks for the first failure alone may stop there.
 
-        The cheap checks without a reference come early for that reason.
+        The cheap checks without a reference come early for that reason; without `checks` they are left out.
         """
         for place, regime in enumerate(self.regimes):
             yield from self.judge(pair, regime)
-            if place == 0:
+            if place == 0 and checks:
                 yield from metamorphic.verdicts(pair, seed=self._seed)
         if self._shadow is not None:
             yield from self._shadow.examine(pair.in_float32())
@@ -158,13 +173,13 @@ class Referee:
         inputs = self._inputs(regime)
         if inputs is None:
             return None
-        xs = list(plain_and_jittered(inputs.x, self._jitter.tensor))
+        xs = list(self._plain_and_jittered(inputs.x, self._jitter.tensor))
         cotangent = torch.randn(inputs.x.shape, generator=self._generator).to(inputs.x.dtype)
         return self._of(inputs, xs, cotangent)
 
     def of_inputs(self, inputs: Inputs, cotangent: Tensor) -> Expected:
         """Reference and golden on given inputs."""
-        return self._of(inputs, list(plain_and_jittered(inputs.x, self._jitter.tensor)), cotangent)
+        return self._of(inputs, list(self._plain_and_jittered(inputs.x, self._jitter.tensor)), cotangent)
 
     def _of(self, inputs: Inputs, xs: list[Tensor], cotangent: Tensor) -> Expected:
         pair = self._pair
@@ -201,7 +216,7 @@ class ShadowReferee(Referee):
         super().__init__(pair, [regime], seed=half._seed, poison=half._poison, stopwatch=half._stopwatch)
         self._half = half
 
-    def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
+    def examine(self, pair: Pair, *, checks: bool = True) -> Iterator[TensorVerdict]:
         """In its one regime; the checks without a reference are the cell's own."""
         return self.judge(pair, self.regimes[0])
 
@@ -228,34 +243,6 @@ class ShadowReferee(Referee):
             return None
         inputs = expected.inputs
         return replace(inputs, x=inputs.x.float(), candidate_x=inputs.candidate_x.float())
-
-
-def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
-    referee = Referee(pair, regimes, seed=seed, poison=pair.poison, stopwatch=stopwatch)
-    verdicts = tuple(referee.examine(pair))
-    if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
-        raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
-    return Equivalence(verdicts)
-
-
-def judge_timed(pair: Pair, subject: Subject, result: TimedResult, *, seed: int) -> list[TensorVerdict]:
-    """What a timed call gave, by the rule, on the very input that it was given."""
-    referee = Referee(pair, [TIMED], seed=seed, poison=None)
-    x = result.x
-    if subject.phase == "decode":  # the last token of a sequence
-        x = torch.cat([subject.context[:, :-1], x], dim=1)
-    expected = referee.of_inputs(Inputs(TIMED, x, x), subject.cotangent)
-    names = [name for name in expected.draws.references[0] if name in ("out", "grad x")]
-    last = slice(-1, None) if subject.phase == "decode" else slice(None)
-    draws = expected.draws.map(lambda outputs: {name: outputs[name][:, last] for name in names})
-    with one_thread():
-        return [
-            replace(
-                judge(name, result.tensors.get(name), *draws.map(itemgetter(name)), is_gradient=name != "out"),
-                tensor=f"{name} (of a timed call)", regime=TIMED, is_aside=True,
-            )
-            for name in names
-        ]  # fmt: skip
 
 
 def source_of(pair: Pair, name: str) -> WeightSource:

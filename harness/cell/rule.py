@@ -67,8 +67,19 @@ def worst_of(verdicts: Sequence[TensorVerdict]) -> TensorVerdict:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """What of a large cell had a golden."""
+
+    seed: int
+    rows: tuple[int, ...]  # queries, or the places of single decode steps
+    regimes: tuple[str, ...]  # in which the whole length was judged
+    short_length: int  # at which all were
+
+
+@dataclass(frozen=True)
 class Equivalence:
     verdicts: tuple[TensorVerdict, ...]
+    sampled: Sampled | None = None  # None: every element had a golden
 
     @property
     def status(self) -> str:

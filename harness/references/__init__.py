@@ -21,6 +21,18 @@ class RunReference(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
+class RunRows(Protocol):
+    """(B, S, E) to the outputs of some queries, (B, n, E): keys and values of all tokens, scores of these alone."""
+
+    def __call__(self, module: nn.Module, x: Tensor, rows: Tensor, view: Mapping[str, Any]) -> Tensor: ...
+
+
+class Streams(Protocol):
+    """What tokens leave in a cache, each (B, heads, S, width)."""
+
+    def __call__(self, module: nn.Module, x: Tensor) -> tuple[Tensor, ...]: ...
+
+
 @dataclass(frozen=True)
 class Reference:
     name: str
@@ -28,7 +40,11 @@ class Reference:
     # (case, dense mask in SDPA's convention or None, whether it is plain causal with L == S) -> the mask as it takes it
     view: Callable[[Case, Tensor | None, bool], Mapping[str, Any]]
     run: RunReference
+    run_rows: RunRows
     new_cache: Callable[[int], Any] | None = None
     gives_weights: bool = False
     # A copy that takes SDPA's other way, where the module's own lacks the rounding of a flash kernel's backward pass
     other_backend: Callable[[nn.Module], nn.Module] | None = None
+    streams: Streams | None = None
+    # A cache that holds these streams
+    cache_of: Callable[[nn.Module, tuple[Tensor, ...]], Any] | None = None

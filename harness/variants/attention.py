@@ -53,3 +53,7 @@ class CachedSelfAttention(nn.Module):
 
     def new_cache(self, capacity: int = 0) -> KVCache:
         return KVCache(capacity)
+
+    def hold(self, cache: KVCache, *streams: Tensor) -> None:
+        """Appends what tokens left elsewhere: keys and values, or of latent attention its latents."""
+        cache.append(*streams)
