@@ -44,9 +44,9 @@ class Pair:
         return reference_of(self.case)
 
     def at_length(self, length: int) -> "Pair":
-        """The same modules on shorter sequences."""
+        """The same modules on shorter sequences, all of whose rows have a golden."""
         case = dataclasses.replace(self.case, seq_len=length)
-        steps, dtype = steps_of(case), getattr(torch, case.dtype)
+        steps, dtype = _dense_steps(case), getattr(torch, case.dtype)
         return dataclasses.replace(
             self,
             case=case,
@@ -160,11 +160,15 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
 
 def steps_of(case: Case) -> Steps:
     """A prefill and a few tokens after it; of a large cell single tokens, each after a context that is given."""
+    if case.phase == "decode" and is_large(case):
+        return tuple((range(t, t + 1), range(t + 1)) for t in places_of(case.seq_len))
+    return _dense_steps(case)
+
+
+def _dense_steps(case: Case) -> Steps:
     S = case.seq_len
     if case.phase != "decode":
         return ((range(S), range(S)),)
-    if is_large(case):
-        return tuple((range(t, t + 1), range(t + 1)) for t in places_of(S))
     context = S - min(DECODE_STEPS, S - 1)
     return ((range(context), range(context)), *((range(t, t + 1), range(t + 1)) for t in range(context, S)))
 

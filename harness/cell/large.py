@@ -135,7 +135,9 @@ class StepsReferee(Referee):
         with self._stopwatch.running(), torch.no_grad():
             draws = draw(
                 zip(self._sides, subjects, strict=True),
-                reference=lambda drawn: self._reference_steps(drawn[0][0], *drawn[1]),
+                reference=lambda drawn: self._reference_steps(
+                    drawn[0][0], drawn[1][0], tuple(t.clone() for t in drawn[1][1])
+                ),
                 golden=lambda drawn: self._reference_steps(
                     drawn[0][1], drawn[1][0].double(), tuple(t.double() for t in drawn[1][1])
                 ),

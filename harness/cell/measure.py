@@ -20,7 +20,7 @@ from harness.cell.large import compare_pair, judge_timed
 from harness.cell.peak import peak_bytes
 from harness.cell.referee import IN_FLOAT32
 from harness.cell.rule import Equivalence, TensorVerdict, worst_of
-from harness.cell.side import Side, Subject
+from harness.cell.side import Side, Subject, filled_variant
 from harness.cell.timing import SAMPLE_S, Stopwatch, Timed, interleave, paired_ratio
 from harness.kernels.call import ContractBroken, Kernel
 from harness.kernels.domain import PLAIN
@@ -110,12 +110,11 @@ def weighed(record: Record, pair: Pair) -> Record:
         params=sum(p.numel() for p in side.module.parameters()),
         ref_params=sum(p.numel() for p in pair.reference.module.parameters()),
     )
-    if side.filled is None or case.phase == "train":
+    if side.new_cache is None or case.phase == "train":
         return record
-    x = torch.zeros(case.batch, case.kv_len, case.embed_dim, dtype=getattr(torch, case.dtype))
+    token = torch.zeros(case.batch, 1, case.embed_dim, dtype=getattr(torch, case.dtype))
     with torch.no_grad():
-        cache = side.filled(side.module, x)
-    size = cache.allocated_bytes
+        size = filled_variant(side.module, token, length=case.kv_len).allocated_bytes
     return replace(record, kv_cache_bytes=size, kv_bytes_per_token=size / (case.kv_len * case.batch))
 
 
@@ -129,7 +128,7 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
         "grad_max_abs_err": max((e for e in gradients if e is not None), default=None),
         "equivalence": [asdict(v) for v in equivalence.verdicts],
         "golden_rows": None if (sampled := equivalence.sampled) is None else len(sampled.rows),
-        "sampled": {} if sampled is None else asdict(sampled),
+        "sampled": {} if sampled is None else asdict(sampled) | {"rows": list(sampled.rows)},
     }
 
 

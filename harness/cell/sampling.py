@@ -21,7 +21,7 @@ from harness.variants.specs import VARIANTS
 LARGEST_DENSE = 4e9
 FULL_WORK = 1e11  # of all regimes that a large cell has at its full length; the first is always one
 SHORT_WORK = 6e8  # of one regime at the length that the others have
-SHORTEST = 16
+SHORTEST = 64
 ROWS = 48  # that have a golden
 LOOKED_AT, FEWEST = 256, 4  # queries among which those with the fewest keys are found
 FEW_DRAWS = 2  # jittered ones, of tensors so large that their maxima hardly scatter

@@ -87,14 +87,20 @@ def run_variant(
     return module(x, **kwargs), None
 
 
-def filled_variant(module: Any, x: Tensor) -> Any:
-    """A cache of its own with what these tokens leave there: the module runs, but its kernel does not."""
-    cache, kernel = module.new_cache(x.shape[1]), module.kernel
+def filled_variant(module: Any, x: Tensor, *, length: int | None = None) -> Any:
+    """A cache of its own with what these tokens leave there: the module runs, but its kernel does not.
+
+    With `length` zeros follow, up to as many tokens.
+    """
+    L = x.shape[1]
+    cache, kernel = module.new_cache(length or L), module.kernel
     module.kernel = IDLE
     try:
         module(x, cache=cache)
     finally:
         module.kernel = kernel
+    if length is not None and length > L:
+        cache.append(*(t.new_zeros(*t.shape[:2], length - L, t.shape[3]) for t in cache.streams()))
     return cache
 
 

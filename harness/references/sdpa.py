@@ -99,9 +99,9 @@ def streams(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def cache_of(module: nn.Module, streams: tuple[Tensor, ...]) -> StaticKV:
-    k, v = streams
-    cache = StaticKV(k.shape[2])
-    cache.update(k, v)
+    """These tensors themselves: a step writes into them."""
+    cache = StaticKV(streams[0].shape[2])
+    (cache.k, cache.v), cache.length = streams, cache.capacity
     return cache
 
 
