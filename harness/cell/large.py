@@ -16,16 +16,24 @@ import torch
 from torch import Tensor
 
 from harness.case import Case
-from harness.cell import self_checks
 from harness.cell.apart import TimedResult
 from harness.cell.build import Pair, at_rows
 from harness.cell.draws import draw, fast_path_off
-from harness.cell.referee import Expected, Referee, one_thread, outputs, source_of
+from harness.cell.referee import (
+    CANDIDATE,
+    GOLDENS,
+    REFERENCES,
+    Expected,
+    Referee,
+    checks_of,
+    one_thread,
+    outputs,
+    source_of,
+)
 from harness.cell.regimes import Inputs
-from harness.cell.rule import Equivalence, Sampled, TensorVerdict, judge
+from harness.cell.rule import LARGE_DRAWS, Equivalence, Sampled, TensorVerdict, judge
 from harness.cell.sampling import (
     ALL_QUERIES,
-    FEW_DRAWS,
     FULL_WORK,
     is_large,
     judge_others,
@@ -37,13 +45,14 @@ from harness.cell.side import Side, Subject, single_steps
 from harness.cell.timing import Stopwatch
 
 FLOAT64 = torch.float64
+Drawn = tuple[tuple[Side, Side], tuple[Tensor, tuple[Tensor, ...]]]  # reference and golden; tokens, and their context
 TIMED = "timed"  # the regime of inputs that a kernel was timed on
 
 
 class SampledReferee(Referee):
     """Some queries of each regime have a golden: the sides of its draws give those alone. Weights are not compared."""
 
-    jittered = FEW_DRAWS
+    jittered = LARGE_DRAWS
 
     def __init__(self, pair: Pair, *options: Any, rows: Tensor | None = None, seed: int, **named: Any) -> None:
         self.rows = rows_of(pair.case, seed) if rows is None else rows
@@ -61,7 +70,7 @@ class SampledReferee(Referee):
     def _of(self, inputs: Inputs, xs: list[Tensor], cotangent: Tensor) -> Expected:
         """The cotangent lives on the sampled rows: gradients are theirs."""
         expected = super()._of(inputs, xs, cotangent[:, self.rows])
-        with self._stopwatch.running(), fast_path_off(), torch.no_grad():
+        with self._stopwatch.running(), self._stopwatch.part(REFERENCES), fast_path_off(), torch.no_grad():
             side = self._pair.reference
             whole = side.forward(side.module, inputs.x, side.views[0], None, False)[0]
         draws = expected.draws  # the whole reference is one more that rounds in its own way
@@ -100,8 +109,8 @@ class SampledReferee(Referee):
         sides = replace(pair, case=replace(pair.case, phase="prefill"))
         draws = draw(
             [(reference, golden, x) for (reference, golden), x in zip(referee._sides, xs, strict=True)],
-            reference=lambda drawn: outputs(sides, drawn[0], drawn[2], drawn[2]),
-            golden=lambda drawn: outputs(sides, drawn[1], drawn[2].double(), drawn[2]),
+            reference=self._as(REFERENCES, lambda drawn: outputs(sides, drawn[0], drawn[2], drawn[2])),
+            golden=self._as(GOLDENS, lambda drawn: outputs(sides, drawn[1], drawn[2].double(), drawn[2])),
             dtype=self._jitter.dtype,
         )
         stick = replace(expected, draws=draws, rows=rows, _yardsticks={}).yardstick("out", source_of(pair, "out"))
@@ -115,7 +124,7 @@ class StepsReferee(Referee):
     same numbers in float64; a jittered draw moves them.
     """
 
-    jittered = FEW_DRAWS
+    jittered = LARGE_DRAWS
 
     def _draw(self, regime: str) -> Expected | None:
         inputs = self._inputs(regime)
@@ -135,24 +144,29 @@ class StepsReferee(Referee):
         with self._stopwatch.running(), torch.no_grad():
             draws = draw(
                 zip(self._sides, subjects, strict=True),
-                reference=lambda drawn: self._reference_steps(
-                    drawn[0][0], drawn[1][0], tuple(t.clone() for t in drawn[1][1])
-                ),
-                golden=lambda drawn: self._reference_steps(
-                    drawn[0][1], drawn[1][0].double(), tuple(t.double() for t in drawn[1][1])
-                ),
+                reference=self._as(REFERENCES, self._reference_steps),
+                golden=self._as(GOLDENS, self._golden_steps),
                 dtype=self._jitter.dtype,
             )
         return Expected(inputs, x, draws, held=held)
 
-    def _reference_steps(self, side: Side, x: Tensor, held: tuple[Tensor, ...]) -> dict[str, Any]:
+    def _reference_steps(self, drawn: Drawn) -> dict[str, Any]:
+        (side, _), (x, held) = drawn
+        return self._steps(side, x, tuple(t.clone() for t in held))  # a step writes into its cache
+
+    def _golden_steps(self, drawn: Drawn) -> dict[str, Any]:
+        (_, side), (x, held) = drawn
+        return self._steps(side, x.double(), tuple(t.double() for t in held))
+
+    def _steps(self, side: Side, x: Tensor, held: tuple[Tensor, ...]) -> dict[str, Any]:
         cache_of = self._pair.trusted.cache_of
         assert cache_of is not None
         return {"out": single_steps(side, self._pair.steps, x, cache_of(side.module, held))}
 
     def run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
         side: Any = pair.candidate
-        with fast_path_off(), torch.no_grad(), self._stopwatch.running():
+        stopwatch = self._stopwatch
+        with fast_path_off(), torch.no_grad(), stopwatch.running(), stopwatch.part(CANDIDATE):
             cache = side.new_cache(pair.case.seq_len)
             side.module.hold(cache, *expected.held)
             return {"out": single_steps(side, pair.steps, expected.inputs.candidate_x, cache)}
@@ -165,7 +179,7 @@ def full_length_of(case: Case) -> type[Referee]:
 class ShortLength(Referee):
     """The same draws' modules on shorter sequences."""
 
-    jittered = FEW_DRAWS
+    jittered = LARGE_DRAWS
 
     def __init__(self, full: Referee, *options: Any, **named: Any) -> None:
         self._full = full
@@ -188,15 +202,19 @@ class LargeReferee:
         self, pair: Pair, regimes: Sequence[str], *, seed: int, poison: float | None, stopwatch: Stopwatch | None = None
     ) -> None:
         self._seed, self.length = seed, short_length(pair.case)
+        self._stopwatch = stopwatch or Stopwatch()
         count = max(1, int(FULL_WORK / operations(pair.case)))
-        named: dict[str, Any] = {"seed": seed, "poison": poison, "stopwatch": stopwatch}
+        named: dict[str, Any] = {"seed": seed, "poison": poison, "stopwatch": self._stopwatch}
         self.full = full_length_of(pair.case)(pair, regimes[:count], **named)
         self._short = ShortLength(self.full, pair.at_length(self.length), regimes, **named)
+
+    def expected(self, regime: str) -> Expected | None:
+        return self.full.expected(regime)
 
     def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
         """The short length first: it costs least, and finds most of what can be found."""
         yield from self._named(self._short.examine(pair.at_length(self.length), checks=False))
-        yield from self_checks.verdicts(pair, seed=self._seed)
+        yield from checks_of(pair, seed=self._seed, stopwatch=self._stopwatch)
         for regime in self.full.regimes:
             yield from self.full.judge(pair, regime)
 

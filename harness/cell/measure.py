@@ -54,7 +54,8 @@ def measure(
     stopwatch, started = Stopwatch(), time.perf_counter()
     record, seed = record_of(case, status="error"), case.seed(seed)
     try:
-        pair = build_pair(case, kernel, seed)
+        with stopwatch.part("building"):
+            pair = build_pair(case, kernel, seed)
         close, before = None, pair.calls  # calls are those of the comparison alone: what it bypasses, others may call
         if kernel.approximate and accuracy is not None:
             close = approximate(pair, regimes, seed=seed, stopwatch=stopwatch)
@@ -64,21 +65,16 @@ def measure(
             status, error = _unlike(record) or close.verdict(accuracy)
         else:
             before = pair.calls
-            equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
+            with stopwatch.part("inputs and all else"):
+                equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
             record = replace(record, calls=pair.calls - before, **_equality_columns(equivalence))
-            record = weighed(record, pair)
+            with stopwatch.part("weighing"):
+                record = weighed(record, pair)
             status, error = status_of(record, equivalence, kernel)
             record = record if close is None else replace(record, **close.columns())
         record = replace(record, status=status, error=error)
-        if timing.enabled and close is not None:
-            record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
-        elif timing.enabled and kernel.process is not None:
-            speed, verdicts = _time_apart(pair, kernel.process, timing, seed, stopwatch)
-            record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
-            if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
-                record = replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
-        elif timing.enabled:
-            record = replace(record, **_time(pair, timing, seed, stopwatch))
+        with stopwatch.part("timing"):
+            record = _timed(record, pair, close, timing, seed, stopwatch)
     except NotImplementedError as refusal:  # Unsupported, or in whatever other words: in a backward pass, for instance
         record = replace(record, status="unsupported", error=str(refusal) or told(refusal))
     except ContractBroken as broken:
@@ -89,7 +85,30 @@ def measure(
         message = _describe(failure)
         is_oom = isinstance(failure, MemoryError) or any(text in message for text in OUT_OF_MEMORY)
         record = replace(record, status="oom" if is_oom else "error", error=message)
-    return replace(record, seconds=time.perf_counter() - started, measured_seconds=stopwatch.seconds)
+    return replace(
+        record,
+        seconds=time.perf_counter() - started,
+        measured_seconds=stopwatch.seconds,
+        parts_s=stopwatch.parts,
+    )
+
+
+def _timed(
+    record: Record, pair: Pair, close: Approximation | None, timing: Timing, seed: int, stopwatch: Stopwatch
+) -> Record:
+    """With its speed, where that is asked for; what a timed call of a user's kernel gave is judged, too."""
+    if not timing.enabled:
+        return record
+    process = pair.watch.kernel.process
+    if close is not None:
+        return replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
+    if process is None:
+        return replace(record, **_time(pair, timing, seed, stopwatch))
+    speed, verdicts = _time_apart(pair, process, timing, seed, stopwatch)
+    record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
+    if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
+        return replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
+    return record
 
 
 def _describe(failure: BaseException) -> str:

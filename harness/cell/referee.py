@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.case import HALF
-from harness.cell import self_checks as metamorphic
+from harness.cell import self_checks
 from harness.cell.build import Pair
 from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered, torch_threads
 from harness.cell.regimes import Inputs, make_inputs
@@ -20,10 +20,13 @@ from harness.cell.timing import Stopwatch
 from harness.kernels.call import ContractBroken, WrongDtype
 from harness.swaps.weights import WeightSource
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 # The most sensitive regime: a scale wrong by 1e-3 stands at 450 N and more in it, at 30 N in peaked and offset.
 SHADOW_REGIME = "plain"
+REFERENCES, GOLDENS, JITTERING = "reference", "golden", "jittered copies"  # parts of a cell's work
+CANDIDATE, VERDICTS, CHECKS = "candidate", "floors and verdicts", "kernel against itself"
 IN_FLOAT32 = " (in float32)"  # ends the name of a shadow's tensor
 
 
@@ -104,7 +107,8 @@ class Referee:
         self._pair, self._stopwatch = pair, stopwatch or Stopwatch()
         self._seed, self._generator = seed, torch.Generator().manual_seed(seed)
         self._jitter = Jitter(getattr(torch, pair.case.dtype), self._generator)
-        self._sides = self._drawn_sides()
+        with self._stopwatch.part(JITTERING):
+            self._sides = self._drawn_sides()
         self._expected: list[Expected | None] = []
 
     def _drawn_sides(self) -> list[tuple[Side, Side]]:
@@ -131,13 +135,14 @@ class Referee:
 
     def run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
         """Everything that its phase compares, by name."""
-        with fast_path_off(), self._stopwatch.running():
+        with fast_path_off(), self._stopwatch.running(), self._stopwatch.part(CANDIDATE):
             return outputs(pair, pair.candidate, expected.inputs.candidate_x, expected.cotangent)
 
     def judge_outputs(self, pair: Pair, expected: Expected, candidate: dict[str, Any]) -> Iterator[TensorVerdict]:
-        with one_thread():
-            for name, tensor in candidate.items():
-                yield from self._judge_tensor(pair, expected, name, tensor)
+        for name, tensor in candidate.items():
+            with one_thread(), self._stopwatch.part(VERDICTS):
+                verdicts = list(self._judge_tensor(pair, expected, name, tensor))
+            yield from verdicts
 
     def _judge_tensor(self, pair: Pair, expected: Expected, name: str, tensor: Any) -> Iterator[TensorVerdict]:
         for part in parts_of(pair, name):
@@ -152,7 +157,7 @@ class Referee:
         for place, regime in enumerate(self.regimes):
             yield from self.judge(pair, regime)
             if place == 0 and checks:
-                yield from metamorphic.verdicts(pair, seed=self._seed)
+                yield from checks_of(pair, seed=self._seed, stopwatch=self._stopwatch)
         if self._shadow is not None:
             yield from self._shadow.examine(pair.in_float32())
 
@@ -166,6 +171,15 @@ class Referee:
     def _shadow(self) -> "ShadowReferee | None":
         return ShadowReferee(self) if self._pair.case.dtype in HALF else None
 
+    def _as(self, part: str, run: Callable[[S], T]) -> Callable[[S], T]:
+        """The same, clocked as this part."""
+
+        def clocked(subject: S) -> T:
+            with self._stopwatch.part(part):
+                return run(subject)
+
+        return clocked
+
     def _inputs(self, regime: str) -> Inputs | None:
         return make_inputs(self._pair.case, regime, self._generator, poison=self._poison)
 
@@ -173,7 +187,8 @@ class Referee:
         inputs = self._inputs(regime)
         if inputs is None:
             return None
-        xs = list(self._plain_and_jittered(inputs.x, self._jitter.tensor))
+        with self._stopwatch.part(JITTERING):
+            xs = list(self._plain_and_jittered(inputs.x, self._jitter.tensor))
         cotangent = torch.randn(inputs.x.shape, generator=self._generator).to(inputs.x.dtype)
         return self._of(inputs, xs, cotangent)
 
@@ -186,8 +201,8 @@ class Referee:
         with self._stopwatch.running():
             draws = draw(
                 [(reference, golden, x) for (reference, golden), x in zip(self._sides, xs, strict=True)],
-                reference=lambda drawn: outputs(pair, drawn[0], drawn[2], cotangent),
-                golden=lambda drawn: outputs(pair, drawn[1], drawn[2].double(), cotangent.double()),
+                reference=self._as(REFERENCES, lambda drawn: outputs(pair, drawn[0], drawn[2], cotangent)),
+                golden=self._as(GOLDENS, lambda drawn: outputs(pair, drawn[1], drawn[2].double(), cotangent.double())),
                 dtype=self._jitter.dtype,
             )
             if pair.case.phase == "train":
@@ -199,7 +214,7 @@ class Referee:
         others = [reference.by_other_backend() for reference, _ in self._sides]
         for other, golden, x in zip(others, list(draws.goldens), xs, strict=True):
             if other is not None:
-                with fast_path_off():
+                with fast_path_off(), self._stopwatch.part(REFERENCES):
                     draws.references.append(outputs(self._pair, other, x, cotangent))
                 draws.goldens.append(golden)
 
@@ -243,6 +258,17 @@ class ShadowReferee(Referee):
             return None
         inputs = expected.inputs
         return replace(inputs, x=inputs.x.float(), candidate_x=inputs.candidate_x.float())
+
+
+def checks_of(pair: Pair, *, seed: int, stopwatch: Stopwatch) -> Iterator[TensorVerdict]:
+    """The checks without a reference, clocked one by one."""
+    verdicts = self_checks.verdicts(pair, seed=seed)
+    while True:
+        with stopwatch.part(CHECKS):
+            verdict = next(verdicts, None)
+        if verdict is None:
+            return
+        yield verdict
 
 
 def source_of(pair: Pair, name: str) -> WeightSource:

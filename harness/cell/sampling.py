@@ -24,7 +24,6 @@ SHORT_WORK = 6e8  # of one regime at the length that the others have
 SHORTEST = 64
 ROWS = 48  # that have a golden
 LOOKED_AT, FEWEST = 256, 4  # queries among which those with the fewest keys are found
-FEW_DRAWS = 2  # jittered ones, of tensors so large that their maxima hardly scatter
 BORDERS = (16, 32, 64, 128, 256, 512, 1024)  # of tiles
 OTHER_ROWS = 4.0  # of N: both sides may be off by 2 N
 PROMOTED, PROMOTIONS = 6, 4  # queries that get a golden because they depart from the reference; so many times

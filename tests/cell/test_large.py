@@ -182,14 +182,14 @@ class _HalfOfDv(torch.autograd.Function):
         return v.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         late = torch.arange(gradient.shape[2])[:, None] > 150
         return torch.where(late, 0.5 * gradient, gradient)
 
 
 def test_gradients_of_the_sampled_rows_show_a_wrong_backward_pass() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        return eager(q, k, _HalfOfDv.apply(v), call)  # type: ignore[no-untyped-call]
+        return eager(q, k, _HalfOfDv.apply(v), call)
 
     found = at_full_length(the_pair(Kernel("half", run, gives_weights=True), phase="train"))
     assert found["out"].status == "ok"
