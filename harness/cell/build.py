@@ -65,8 +65,7 @@ class Pair:
 
     @property
     def poison(self) -> float | None:
-        """Of hidden tokens in the poison regime: NaN for kernels that promise not to leak; None: finite garbage."""
-        return float("nan") if self.watch.kernel.shielded else None
+        return poison_for(self.watch.kernel)
 
     @property
     def compares_weights(self) -> bool:
@@ -111,6 +110,11 @@ class WatchedKernel:
             if not torch.equal(new, old) and not bool(((new == old) | (new.isnan() & old.isnan())).all()):
                 raise ContractBroken(f"kernel wrote into its input {name}")
         return out, weights
+
+
+def poison_for(kernel: Kernel) -> float | None:
+    """Of hidden tokens in the poison regime: NaN for kernels that promise not to leak; None: finite garbage."""
+    return float("nan") if kernel.shielded else None
 
 
 def reference_of(case: Case) -> Reference:

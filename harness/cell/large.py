@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.case import Case
+from harness.case import PLAINEST, Case
 from harness.cell.apart import TimedResult
 from harness.cell.build import Pair, at_rows
 from harness.cell.draws import draw, fast_path_off
@@ -208,6 +208,11 @@ class LargeReferee:
         self.full = full_length_of(pair.case)(pair, regimes[:count], **named)
         self._short = ShortLength(self.full, pair.at_length(self.length), regimes, **named)
 
+    def clock(self, stopwatch: Stopwatch) -> None:
+        for part in (self.full, self._short):
+            part.clock(stopwatch)
+        self._stopwatch = stopwatch
+
     def expected(self, regime: str) -> Expected | None:
         return self.full.expected(regime)
 
@@ -242,9 +247,43 @@ def referee_of(
     return kind(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
 
 
+class LatestReferee:
+    """Of the cell that was judged last: its reference and golden hold for other kernels in the same cell."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._referee: Referee | LargeReferee | None = None
+
+    def keep_for(self, case: Case, regimes: Sequence[str], *, seed: int, poison: float | None) -> None:
+        """Forgets it, before anything is made for another cell: two large ones would not fit into memory."""
+        cell = replace(case, kernel=PLAINEST)
+        key = (cell, tuple(regimes), seed, repr(poison), torch.get_num_threads())
+        if key != self._key:
+            self._key, self._referee = key, None
+
+    def forget(self) -> None:
+        self._key = self._referee = None
+
+    def of(
+        self, pair: Pair, regimes: Sequence[str], *, seed: int, poison: float | None, stopwatch: Stopwatch
+    ) -> Referee | LargeReferee:
+        self.keep_for(pair.case, regimes, seed=seed, poison=poison)
+        if self._referee is None:
+            self._referee = referee_of(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
+        self._referee.clock(stopwatch)
+        return self._referee
+
+
+LATEST = LatestReferee()
+
+
 def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
-    referee = referee_of(pair, regimes, seed=seed, poison=pair.poison, stopwatch=stopwatch)
-    verdicts = tuple(referee.examine(pair))
+    referee = LATEST.of(pair, regimes, seed=seed, poison=pair.poison, stopwatch=stopwatch)
+    try:
+        verdicts = tuple(referee.examine(pair))
+    except BaseException:  # amid a draw, perhaps: what came after it would depend on that
+        LATEST.forget()
+        raise
     if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
         raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
     return Equivalence(verdicts, referee.sampled if isinstance(referee, LargeReferee) else None)

@@ -15,8 +15,8 @@ from harness.case import HALF, Case
 from harness.cell import apart, record_of
 from harness.cell.apart import Apart, Packing
 from harness.cell.approximate import DENSE, Approximation, approximate
-from harness.cell.build import Pair, build_pair
-from harness.cell.large import compare_pair, judge_timed
+from harness.cell.build import Pair, build_pair, poison_for
+from harness.cell.large import LATEST, compare_pair, judge_timed
 from harness.cell.peak import peak_bytes
 from harness.cell.referee import IN_FLOAT32
 from harness.cell.rule import Equivalence, TensorVerdict, worst_of
@@ -53,6 +53,7 @@ def measure(
     """
     stopwatch, started = Stopwatch(), time.perf_counter()
     record, seed = record_of(case, status="error"), case.seed(seed)
+    LATEST.keep_for(case, regimes, seed=seed, poison=poison_for(kernel))
     try:
         with stopwatch.part("building"):
             pair = build_pair(case, kernel, seed)

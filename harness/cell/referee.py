@@ -111,6 +111,12 @@ class Referee:
             self._sides = self._drawn_sides()
         self._expected: list[Expected | None] = []
 
+    def clock(self, stopwatch: Stopwatch) -> None:
+        """What follows is clocked by this one."""
+        self._stopwatch = stopwatch
+        if "_shadow" in vars(self) and self._shadow is not None:
+            self._shadow.clock(stopwatch)
+
     def _drawn_sides(self) -> list[tuple[Side, Side]]:
         """Of each draw, for all regimes: reference and golden."""
         sides = self._plain_and_jittered(self._pair.reference, lambda side: side.jittered(self._jitter))

@@ -11,13 +11,15 @@ from harness.cell import large, sampling
 from harness.cell.build import Pair, at_rows, build_pair
 from harness.cell.large import LargeReferee, compare_pair, referee_of
 from harness.cell.measure import measure
-from harness.cell.referee import Referee
+from harness.cell.referee import Expected, Referee
+from harness.cell.regimes import Inputs
 from harness.cell.rule import TensorVerdict
 from harness.cell.sampling import ALL_QUERIES, choose_rows, is_large, rows_of, short_length
 from harness.cell.timing import Stopwatch
 from harness.kernels.call import AttentionCall, Kernel
 from harness.kernels.eager import eager
 from harness.kernels.front import find_kernel
+from harness.record import Record
 from harness.store.records import dumps, loads
 from harness.suite.schema import Timing
 from tests.support.attention import assert_same, make_case
@@ -233,3 +235,35 @@ def test_a_small_cell_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = the_pair()
     assert isinstance(referee_of(pair, REGIMES, seed=1, poison=None), Referee)
     assert dataclasses.replace(pair).steps == ((range(LENGTH), range(LENGTH)),)
+
+
+# Kernels of one cell.
+
+
+def test_kernels_of_a_cell_share_its_golden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    drawn: list[str] = []
+    draw = Referee._of
+
+    def noted(referee: Referee, inputs: Inputs, *rest: Any) -> Expected:
+        drawn.append(inputs.regime)
+        return draw(referee, inputs, *rest)
+
+    monkeypatch.setattr(Referee, "_of", noted)
+    options: dict[str, Any] = {"seed": 0, "regimes": REGIMES, "timing": Timing(enabled=False)}
+
+    def judged(kernel: str, **axes: Any) -> Record:
+        return measure(make_case("gqa", kernel=kernel, **axes), find_kernel(kernel), **options)
+
+    def numbers(record: Record) -> Record:
+        return dataclasses.replace(record, seconds=None, measured_seconds=None, parts_s={})
+
+    first, second = judged("eager"), judged("tiled")
+    assert (first.status, second.status) == ("ok", "ok")
+    assert drawn == list(REGIMES)
+    assert second.parts_s.get("golden") is None
+    judged("eager", heads=2)  # another cell, and what was known of the first is forgotten
+    assert numbers(judged("tiled")) == numbers(second)
+    assert drawn == list(REGIMES) * 3
+    wrong = measure(make_case("gqa", kernel="tiled"), spoilt(at(slice(None)), keys=0), **options)
+    assert (wrong.status, len(drawn)) == ("mismatch", 3 * len(REGIMES))
