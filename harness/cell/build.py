@@ -1,7 +1,6 @@
 """Case -> Pair: the reference with random weights, the candidate made from it by the swap, and each side's masks."""
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from harness.cell.sampling import is_large, places_of
 from harness.cell.side import OwnCaches, Side, Steps, filled_variant, run_variant
 from harness.kernels.call import AttentionCall, ContractBroken, Kernel, WrongDtype
 from harness.kernels.prefill import PrefillByEager
-from harness.references import Reference, RunRows
+from harness.references import Reference, RunRows, reference_of
 from harness.swaps import VARIANT, SwapReport, swap
 from harness.variants import masks
 from harness.variants.specs import VARIANTS
@@ -65,7 +64,7 @@ class Pair:
 
     @property
     def poison(self) -> float | None:
-        return poison_for(self.watch.kernel)
+        return poison_for(self.case, self.watch.kernel)
 
     @property
     def compares_weights(self) -> bool:
@@ -112,15 +111,10 @@ class WatchedKernel:
         return out, weights
 
 
-def poison_for(kernel: Kernel) -> float | None:
+def poison_for(case: Case, kernel: Kernel) -> float | None:
     """Of hidden tokens in the poison regime: NaN for kernels that promise not to leak; None: finite garbage."""
-    return float("nan") if kernel.shielded else None
-
-
-def reference_of(case: Case) -> Reference:
-    module = importlib.import_module(f"harness.references.{VARIANTS[case.variant].reference(case)}")
-    found: Reference = module.REFERENCE
-    return found
+    shields = kernel.shielded and VARIANTS[case.variant].core != "recurrence"
+    return float("nan") if shields else None
 
 
 def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
@@ -134,7 +128,6 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
     asked = watch.as_kernel() if prefill is None else prefill.as_kernel()
     candidate, report = swap(module, to=VARIANT, kernel=asked, **spec.swap_options)
     steps = steps_of(case)
-    has_cache = spec.kv_elements_per_token is not None
     return Pair(
         case=case,
         reference_name=reference.name,
@@ -151,9 +144,9 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
             module=candidate,
             forward=run_variant,
             views=_variant_views(case, steps, dtype),
-            new_cache=OwnCaches(candidate) if has_cache else None,
+            new_cache=OwnCaches(candidate) if spec.keeps_cache else None,
             gives_weights=kernel.gives_weights,
-            filled=filled_variant if has_cache else None,
+            filled=filled_variant,
         ),
         watch=watch,
         swap_report=report,
@@ -199,6 +192,7 @@ def at_rows(pair: Pair, rows: Tensor) -> Side:
     if mask is not None:
         mask = mask.expand(-1, -1, rows.numel(), -1)
     view = reference.view(case, mask, False)
+    assert reference.run_rows is not None
     return dataclasses.replace(pair.reference, forward=_AtRows(reference.run_rows, rows), views=(view,))
 
 

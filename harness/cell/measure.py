@@ -20,7 +20,8 @@ from harness.cell.large import LATEST, compare_pair, judge_timed
 from harness.cell.peak import peak_bytes
 from harness.cell.referee import IN_FLOAT32
 from harness.cell.rule import Equivalence, TensorVerdict, worst_of
-from harness.cell.side import Side, Subject, filled_variant
+from harness.cell.sampling import is_large
+from harness.cell.side import Side, Subject, filled_variant, run_steps
 from harness.cell.timing import SAMPLE_S, Stopwatch, Timed, interleave, paired_ratio
 from harness.kernels.call import ContractBroken, Kernel
 from harness.kernels.domain import PLAIN
@@ -53,7 +54,7 @@ def measure(
     """
     stopwatch, started = Stopwatch(), time.perf_counter()
     record, seed = record_of(case, status="error"), case.seed(seed)
-    LATEST.keep_for(case, regimes, seed=seed, poison=poison_for(kernel))
+    LATEST.keep_for(case, regimes, seed=seed, poison=poison_for(case, kernel))
     try:
         with stopwatch.part("building"):
             pair = build_pair(case, kernel, seed)
@@ -123,7 +124,10 @@ def _describe(failure: BaseException) -> str:
 
 
 def weighed(record: Record, pair: Pair) -> Record:
-    """With parameters and cache bytes as they really are, not as the formula says."""
+    """With parameters and cache bytes as they really are, not as the formula says.
+
+    After the comparison: filling a cache calls the kernel, and a kernel's first call must be one that is judged.
+    """
     case, side = pair.case, pair.candidate
     record = replace(
         record,
@@ -132,9 +136,16 @@ def weighed(record: Record, pair: Pair) -> Record:
     )
     if side.new_cache is None or case.phase == "train":
         return record
-    token = torch.zeros(case.batch, 1, case.embed_dim, dtype=getattr(torch, case.dtype))
+    x = torch.zeros(case.batch, case.kv_len, case.embed_dim, dtype=getattr(torch, case.dtype))
     with torch.no_grad():
-        size = filled_variant(side.module, token, length=case.kv_len).allocated_bytes
+        if is_large(case):
+            cache = filled_variant(side.module, x[:, :1], length=case.kv_len)
+        elif case.phase == "decode":
+            cache = run_steps(side, pair.steps, x)[1]
+        else:
+            cache = side.new_cache(case.kv_len)
+            side.forward(side.module, x, side.views[0], cache, False)
+    size = cache.allocated_bytes
     return replace(record, kv_cache_bytes=size, kv_bytes_per_token=size / (case.kv_len * case.batch))
 
 

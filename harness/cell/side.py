@@ -177,8 +177,11 @@ class Subject:
         """Fills the cache, and makes one call."""
         if self.phase == "decode":
             with torch.no_grad():
-                assert self.side.filled is not None
-                self._cache = self.side.filled(self.side.module, self.context)
+                if self.steps[0][0].start == 0:
+                    _, self._cache = run_steps(self.side, self.steps, self.context)
+                else:  # the context is given
+                    assert self.side.filled is not None
+                    self._cache = self.side.filled(self.side.module, self.context)
         self.call(self.example)
 
     @property
@@ -194,7 +197,8 @@ class Subject:
         with torch.no_grad():
             if self.phase == "prefill":
                 return {"out": side.forward(side.module, x, side.views[0], None, False)[0]}
-            self._cache.crop(self.steps[-1][0].start)
+            if hasattr(self._cache, "crop"):  # a state cannot be cropped, and is as large at any length
+                self._cache.crop(self.steps[-1][0].start)
             return {"out": side.forward(side.module, x, side.views[-1], self._cache, False)[0]}
 
     def peak_bytes(self, x: Tensor) -> int:

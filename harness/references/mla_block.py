@@ -39,4 +39,4 @@ def run_rows(module: nn.Module, x: Tensor, rows: Tensor, view: Mapping[str, Any]
     return module.rest(x[:, rows], sdpa_mla.run_rows(module.attn, module.attn_norm(x), rows, view))
 
 
-REFERENCE = Reference("mla_block", MlaBlock, sdpa.view, sdpa.run, run_rows, other_backend=with_padded_values)
+REFERENCE = Reference("mla_block", MlaBlock, sdpa.view, sdpa.run, run_rows=run_rows, other_backend=with_padded_values)

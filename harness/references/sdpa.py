@@ -105,4 +105,13 @@ def cache_of(module: nn.Module, streams: tuple[Tensor, ...]) -> StaticKV:
     return cache
 
 
-REFERENCE = Reference("sdpa", build, view, run, run_rows, new_cache=StaticKV, streams=streams, cache_of=cache_of)
+REFERENCE = Reference(
+    "sdpa",
+    build,
+    view,
+    run,
+    new_cache=StaticKV,
+    run_rows=run_rows,
+    streams=streams,
+    cache_of=cache_of,
+)

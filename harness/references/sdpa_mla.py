@@ -125,7 +125,7 @@ REFERENCE = Reference(
     ExpandedMLA,
     sdpa.view,
     sdpa.run,
-    run_rows,
+    run_rows=run_rows,
     new_cache=StaticKV,
     other_backend=with_padded_values,
     streams=streams,

@@ -47,4 +47,4 @@ def feed_forward(module: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
     return out
 
 
-REFERENCE = Reference("torch_encoder_layer", build, torch_mha.view, run, run_rows)
+REFERENCE = Reference("torch_encoder_layer", build, torch_mha.view, run, run_rows=run_rows)

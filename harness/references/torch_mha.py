@@ -45,4 +45,4 @@ def run_rows(module: nn.Module, x: Tensor, rows: Tensor, view: Mapping[str, Any]
     return out
 
 
-REFERENCE = Reference("torch_mha", build, view, run, run_rows, gives_weights=True)
+REFERENCE = Reference("torch_mha", build, view, run, run_rows=run_rows, gives_weights=True)
