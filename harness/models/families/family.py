@@ -30,6 +30,15 @@ class Structure:
     heads: int | None  # None, here and below: the modules differ, or a user's own model does not tell
     kv_heads: int | None
     head_dim: int | None
+    config_class: str | None = None
+    hidden_size: int | None = None
+
+    @property
+    def groups(self) -> int | None:
+        """Query heads on one key/value head."""
+        if not self.heads or not self.kv_heads:
+            return None
+        return self.heads // self.kv_heads
 
 
 @dataclass(frozen=True)
