@@ -26,7 +26,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`harness` of the wheel. What it depends on is found where this test finds it: nothing is downloaded."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), "source"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), "./source"]
     # Of the files that git knows, so that nothing else that lies here is taken for a part of it.
     listed = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "harness", "configs", "pyproject.toml",
                  "README.md", "LICENSE").splitlines()  # fmt: skip
