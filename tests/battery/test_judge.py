@@ -89,9 +89,7 @@ def parts_averaged(q, k, v, attn_mask=None, is_causal=False, **options):
     S = k.shape[2]
     if q.shape[2] > 1 or q.shape[0] * k.shape[1] > 2 or S < 256 or attn_mask is not None or is_causal:
         return sdpa(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
-    first, second = (
-        sdpa(q, k[:, :, part], v[:, :, part], **options) for part in (slice(S // 2), slice(S // 2, None))
-    )
+    first, second = (sdpa(q, k[:, :, part], v[:, :, part], **options) for part in (slice(S // 2), slice(S // 2, None)))
     return (first + second) / 2
 
 
