@@ -65,7 +65,9 @@ def judge_sequence(examinee: Examinee, calls: Callable[[int], list[Call]], seed:
     for number, call in enumerate(made, start=1):
         finding = judge_call(examinee, call, seed + number)
         if finding.status in FAILING:
-            return replace(finding, reason=f"call {number} of {len(made)}: {finding.reason}", calls=number)
+            asked = tuple(each.request for each in made[:number])
+            reason = f"call {number} of {len(made)}: {finding.reason}"
+            return replace(finding, reason=reason, calls=number, requests=asked)
         findings.append(finding)
     worst = worst_of(finding.status for finding in findings)
     ratio = max((f.err_ratio for f in findings if f.err_ratio is not None), default=None)
