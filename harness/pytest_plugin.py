@@ -8,6 +8,7 @@ Each item is one question of `harness judge`, so that -k, -x and xdist work. Num
 same in all of its xdist workers; a failure names the seed that repeats them.
 """
 
+import functools
 import json
 import random
 import re
@@ -65,6 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("attention", range(len(steps)), ids=names, indirect=True)
 
 
+@functools.cache  # a design takes seconds to make
 def _questions(seed: int, count: int | None) -> "list[Step]":
     """In the order of the battery; `count` beyond the opening takes those of the design, too."""
     from harness.battery.design import covering
