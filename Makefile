@@ -1,6 +1,6 @@
 # Everything starts here: `make` lists the targets. Needs GNU make and Python 3.11; all else is installed into .venv.
 
-PYTHON = python3.11 python3 python
+PYTHON ?= python3.11 python3 python
 CONFIG = configs/default.yaml
 ARGS =
 JOBS = 2
@@ -14,7 +14,7 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help architecture setup bench bench-kernels bench-sparse smoke test check fix verify sensitivity nightly gate gate-study history trend ci-summary report readme-figures clean distclean FORCE
+.PHONY: help architecture setup bench bench-kernels bench-sparse profile smoke test check fix verify sensitivity nightly gate gate-study history trend ci-summary report readme-figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ setup: $(STAMP) ## Create .venv and install into it (the other targets do this b
 
 bench: $(STAMP) ## Judge, weigh and time every cell of configs/default.yaml (about 4 minutes)
 	@$(BIN)/harness run $(CONFIG) $(ARGS)
+
+profile: $(STAMP) ## The same, and where its time went: by part of a cell's work, and by cell
+	@$(BIN)/harness run $(CONFIG) --profile $(ARGS)
 
 smoke: $(STAMP) ## The same over configs/smoke.yaml (seconds)
 	@$(BIN)/harness run configs/smoke.yaml $(ARGS)
@@ -61,10 +64,11 @@ bench-sparse: $(STAMP) ## Error, sparsity and time of block-sparse attention bes
 
 # The gate judges a run with wrong cells, too: exit code 1 is a verdict. Beyond that there is no run to judge.
 nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate's exact part
-	@verdict=0; \
+	@verdict=0; run=results/latest; \
+	set -- $(ARGS); while [ $$# -gt 0 ]; do case $$1 in --out) run=$${2-};; --out=*) run=$${1#--out=};; esac; shift; done; \
 	$(BIN)/harness verify --all --quiet || verdict=$$?; \
 	$(BIN)/harness run configs/nightly.yaml $(ARGS) || { code=$$?; [ $$code -eq 1 ] || exit $$code; verdict=1; }; \
-	$(BIN)/harness gate results/latest || verdict=$$?; \
+	$(BIN)/harness gate "$$run" || verdict=$$?; \
 	exit $$verdict
 
 gate: $(STAMP) ## Compare the latest run with results/baseline, and with BASE=REV its times; fails on a regression

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from harness.cell.check import assert_equivalent as assert_equivalent
     from harness.cell.check import check as check
     from harness.cell.rule import Equivalence as Equivalence
+    from harness.diagnosis.result import Diagnosis as Diagnosis
+    from harness.diagnosis.session import diagnose as diagnose
     from harness.kernels.domain import kernel as kernel
     from harness.kernels.front import attention as attention
     from harness.report.judgement import assert_kernel as assert_kernel
@@ -47,6 +49,8 @@ _NAMES = {
     "harness.report.judgement": ("assert_kernel",),
     "harness.cell.check": ("assert_equivalent", "check"),
     "harness.cell.rule": ("Equivalence",),
+    "harness.diagnosis.result": ("Diagnosis",),
+    "harness.diagnosis.session": ("diagnose",),
     "harness.kernels.domain": ("kernel",),
     "harness.kernels.front": ("attention",),
     "harness.runner": ("run",),

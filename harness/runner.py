@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from harness import environment, store
 from harness.case import Case
 from harness.environment import Others
 from harness.errors import INTERRUPTED, TERMINATED, BadInput
+from harness.kernels.sources import SourceFile, sources_of
 from harness.record import RETRIED, Record
 from harness.report import rebuild
 from harness.suite.config import Suite, load_suite, threads_of
@@ -84,8 +86,12 @@ def run(
     for name, origin in origins.items():
         log.info("kernel %s from %s", name, origin)
     threads = threads_of(suite)
-    about = _about(suite, shard, origins, threads, command)
+    sources = {name: sources_of(name) for name in origins}
+    about = _about(suite, shard, origins, sources, threads, command)
     with _open(None if out is None else Path(out), about, resume=resume, even_if_changed=even_if_changed) as folder:
+        if command is not None and out is not None:
+            _follow(folder.path)
+        store.write_sources(folder.path, chain.from_iterable(sources.values()))
         pending = left_to_do(cases, folder.finished, retry=retry)
         todo = [
             Job.of(case, suite, threads=threads, origin=origins[case.kernel])
@@ -184,6 +190,7 @@ def _about(
     suite: Suite,
     shard: tuple[int, int] | None,
     origins: dict[str, str],
+    sources: Mapping[str, Sequence[SourceFile]],
     threads: int,
     command: Sequence[str] | None,
 ) -> store.About:
@@ -196,8 +203,17 @@ def _about(
         shard=shard,
         case_ids=tuple(case.case_id for case in suite.cases),
         command=None if command is None else tuple(command),
+        sources={name: tuple(each.place for each in files) for name, files in sources.items() if files},
+        packages=environment.packages(),
     )
     return store.About(manifest, suite.source, environment.collect(threads))
+
+
+def _follow(path: Path) -> None:
+    """results/latest means the newest run of the command line in this folder, also of one that was given a place."""
+    link = RESULTS / store.LATEST
+    if RESULTS.is_dir() and path.resolve().is_relative_to(Path.cwd()) and (link.is_symlink() or not link.exists()):
+        store.point(link, os.path.relpath(path.resolve(), RESULTS.resolve()))
 
 
 def _open(out: Path | None, about: store.About, *, resume: bool, even_if_changed: bool) -> store.RunFolder:

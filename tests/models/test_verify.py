@@ -355,6 +355,22 @@ def test_a_wrong_kernel_on_the_command_line_exits_1(cli: Command):
     assert pd.read_csv("here/verify.csv")["verdict"].item() == "not equal"
 
 
+def test_a_plugin_that_replaces_sdpa_is_told_and_compared_with_the_real_one(cli: Command, tmp_path: Path):
+    (tmp_path / "patched.py").write_text(
+        """
+import torch.nn.functional as F
+real = F.scaled_dot_product_attention
+def mine(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    scale = 1.2 * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return real(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+F.scaled_dot_product_attention = mine
+"""
+    )
+    result = cli("llama", "--kernel", f"{tmp_path}/patched.py:mine", "--out", "here")
+    assert result.code == 1 and "NOT EQUAL" in result.out
+    assert "replaces torch.nn.functional.scaled_dot_product_attention" in result.err
+
+
 def test_a_kernel_that_raises_says_nothing_about_being_equal(cli: Command):
     result = cli("llama", "--kernel", f"{WRONG}:raises", "--out", "here")
     assert (result.code, result.marks) == (1, "✓✓✓✗-")
@@ -494,7 +510,7 @@ def test_config_overrides_are_yaml_and_reach_the_model(cli: Command):
         (["llama", "--kernel", "nope"], "unknown kernel 'nope'; known: auto, "),
         (["llama", "--config", "num_layer=2"], "num_layer"),
         (["llama", "--config", "num_attention_heads"], "must be KEY=VALUE"),
-        (["llama", "--config", "hidden_size=[1"], "the value is not YAML"),
+        (["llama", "--config", "hidden_size=[1"], "the value is not valid YAML"),
         (["llama", "--config", "num_key_value_heads=3"], "num_key_value_heads"),
         (["llama", "--path", "nowhere"], "nowhere"),
         (["llama", "--path", ".", "--config", "num_hidden_layers=2"], "a checkpoint has its own config"),

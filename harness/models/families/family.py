@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.errors import BadInput
 from harness.models.families.names import family_names
-from harness.registry import UnknownName
+from harness.registry import UnknownName, nearest
 from harness.swaps.engine import ADAPTERS
 
 
@@ -82,7 +82,9 @@ class Family:
 
 def find_family(name: str) -> Family:
     if name not in family_names():
-        raise UnknownName(f"unknown family {name!r}; known: {', '.join(family_names())}, or package.module:function")
+        known = ", ".join(family_names())
+        hint = nearest(name, family_names())
+        raise UnknownName(f"unknown family {name!r}; known: {known}, or package.module:function{hint}")
     try:
         found: Family = importlib.import_module(f"harness.models.families.{name}").FAMILY
     except ModuleNotFoundError as error:
