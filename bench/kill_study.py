@@ -47,7 +47,7 @@ include:
 """
 CELLS = 24
 TIMED_COLUMNS = ("latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
-TIMED_FIELDS = frozenset({*TIMED_COLUMNS, "seconds", "measured_seconds", "samples_s", "peak_bytes"})
+TIMED_FIELDS = frozenset({*TIMED_COLUMNS, "seconds", "measured_seconds", "parts_s", "samples_s", "peak_bytes"})
 PATIENCE_S = 300.0
 # What a run imports by and by.
 LOADED_BEFORE = (

@@ -53,6 +53,7 @@ class Record:
     worst_tensor: str | None = None
     worst_regime: str | None = None
     grad_max_abs_err: float | None = None
+    golden_rows: int | None = None  # of a large cell: queries that had a golden; absent where all had one
     # Weight.
     params: int | None = None
     ref_params: int | None = None
@@ -79,11 +80,15 @@ class Record:
     # Kept in records.jsonl, not in the table.
     seconds: float | None = None  # wall time of the whole case
     measured_seconds: float | None = None  # of which inside compared or timed calls
+    parts_s: dict[str, float] = field(default_factory=dict)  # part of the work -> seconds of the processor
     samples_s: dict[str, list[float]] = field(default_factory=dict)  # side -> seconds per call, block by block
     equivalence: list[dict[str, Any]] = field(default_factory=list)  # every compared tensor in every regime
+    sampled: dict[str, Any] = field(default_factory=dict)  # of a large cell: seed and rows, regimes, the short length
     approximation: list[dict[str, Any]] = field(default_factory=list)  # an approximate kernel, regime by regime
     attempt: int = 1  # the highest counts: `--retry` repeats a case that failed
 
 
-NOT_COLUMNS = frozenset({"seconds", "measured_seconds", "samples_s", "equivalence", "approximation", "attempt"})
+NOT_COLUMNS = frozenset(
+    {"seconds", "measured_seconds", "parts_s", "samples_s", "equivalence", "sampled", "approximation", "attempt"}
+)
 COLUMNS = tuple(f.name for f in fields(Record) if f.name not in NOT_COLUMNS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.cell.draws import Jitter, draw, fast_path_off, plain_and_jittered
-from harness.cell.rule import Equivalence, TensorVerdict, judge
+from harness.cell.rule import JITTER_DRAWS, LARGE_DRAWS, LARGE_ELEMENTS, Equivalence, TensorVerdict, judge
 from harness.cell.side import gradients_of
 from harness.registry import nearest
 
@@ -92,8 +92,12 @@ def _compare(
         shaken = {key: jitter.value(value) for key, value in values.items()}
         return jitter.module(function) if isinstance(function, nn.Module) else function, shaken
 
+    elements = sum(value.numel() for value in arguments.values() if _is_real(value))
+    jittered = LARGE_DRAWS if elements > LARGE_ELEMENTS else JITTER_DRAWS
+    # All before the first run, which draws cotangents.
+    subjects = list(plain_and_jittered((reference, arguments), shake, jittered=jittered))
     draws = draw(
-        list(plain_and_jittered((reference, arguments), shake)),  # all before the first run, which draws cotangents
+        subjects,
         reference=lambda drawn: runner.run(*drawn),
         golden=lambda drawn: runner.run(*_in_float64(*drawn)),
         dtype=dtype,

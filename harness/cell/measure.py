@@ -15,11 +15,13 @@ from harness.case import HALF, Case
 from harness.cell import apart, record_of
 from harness.cell.apart import Apart, Packing
 from harness.cell.approximate import DENSE, Approximation, approximate
-from harness.cell.build import Pair, build_pair
+from harness.cell.build import Pair, build_pair, poison_for
+from harness.cell.large import LATEST, compare_pair, judge_timed
 from harness.cell.peak import peak_bytes
-from harness.cell.referee import IN_FLOAT32, compare_pair, judge_timed
+from harness.cell.referee import IN_FLOAT32
 from harness.cell.rule import Equivalence, TensorVerdict, worst_of
-from harness.cell.side import Side, Subject, run_steps
+from harness.cell.sampling import is_large
+from harness.cell.side import Side, Subject, filled_variant, run_steps
 from harness.cell.timing import SAMPLE_S, Stopwatch, Timed, interleave, paired_ratio
 from harness.kernels.call import ContractBroken, Kernel
 from harness.kernels.domain import PLAIN
@@ -52,8 +54,10 @@ def measure(
     """
     stopwatch, started = Stopwatch(), time.perf_counter()
     record, seed = record_of(case, status="error"), case.seed(seed)
+    LATEST.keep_for(case, regimes, seed=seed, poison=poison_for(case, kernel))
     try:
-        pair = build_pair(case, kernel, seed)
+        with stopwatch.part("building"):
+            pair = build_pair(case, kernel, seed)
         close, before = None, pair.calls  # calls are those of the comparison alone: what it bypasses, others may call
         if kernel.approximate and accuracy is not None:
             close = approximate(pair, regimes, seed=seed, stopwatch=stopwatch)
@@ -63,21 +67,16 @@ def measure(
             status, error = _unlike(record) or close.verdict(accuracy)
         else:
             before = pair.calls
-            equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
+            with stopwatch.part("inputs and all else"):
+                equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
             record = replace(record, calls=pair.calls - before, **_equality_columns(equivalence))
-            record = weighed(record, pair)
+            with stopwatch.part("weighing"):
+                record = weighed(record, pair)
             status, error = status_of(record, equivalence, kernel)
             record = record if close is None else replace(record, **close.columns())
         record = replace(record, status=status, error=error)
-        if timing.enabled and close is not None:
-            record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
-        elif timing.enabled and kernel.process is not None:
-            speed, verdicts = _time_apart(pair, kernel.process, timing, seed, stopwatch)
-            record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
-            if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
-                record = replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
-        elif timing.enabled:
-            record = replace(record, **_time(pair, timing, seed, stopwatch))
+        with stopwatch.part("timing"):
+            record = _timed(record, pair, close, timing, seed, stopwatch)
     except NotImplementedError as refusal:  # Unsupported, or in whatever other words: in a backward pass, for instance
         record = replace(record, status="unsupported", error=str(refusal) or told(refusal))
     except ContractBroken as broken:
@@ -88,7 +87,30 @@ def measure(
         message = _describe(failure)
         is_oom = isinstance(failure, MemoryError) or any(text in message for text in OUT_OF_MEMORY)
         record = replace(record, status="oom" if is_oom else "error", error=message)
-    return replace(record, seconds=time.perf_counter() - started, measured_seconds=stopwatch.seconds)
+    return replace(
+        record,
+        seconds=time.perf_counter() - started,
+        measured_seconds=stopwatch.seconds,
+        parts_s=stopwatch.parts,
+    )
+
+
+def _timed(
+    record: Record, pair: Pair, close: Approximation | None, timing: Timing, seed: int, stopwatch: Stopwatch
+) -> Record:
+    """With its speed, where that is asked for; what a timed call of a user's kernel gave is judged, too."""
+    if not timing.enabled:
+        return record
+    process = pair.watch.kernel.process
+    if close is not None:
+        return replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
+    if process is None:
+        return replace(record, **_time(pair, timing, seed, stopwatch))
+    speed, verdicts = _time_apart(pair, process, timing, seed, stopwatch)
+    record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
+    if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
+        return replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
+    return record
 
 
 def _describe(failure: BaseException) -> str:
@@ -116,7 +138,9 @@ def weighed(record: Record, pair: Pair) -> Record:
         return record
     x = torch.zeros(case.batch, case.kv_len, case.embed_dim, dtype=getattr(torch, case.dtype))
     with torch.no_grad():
-        if case.phase == "decode":
+        if is_large(case):
+            cache = filled_variant(side.module, x[:, :1], length=case.kv_len)
+        elif case.phase == "decode":
             cache = run_steps(side, pair.steps, x)[1]
         else:
             cache = side.new_cache(case.kv_len)
@@ -134,6 +158,8 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
         "worst_regime": worst.regime,
         "grad_max_abs_err": max((e for e in gradients if e is not None), default=None),
         "equivalence": [asdict(v) for v in equivalence.verdicts],
+        "golden_rows": None if (sampled := equivalence.sampled) is None else len(sampled.rows),
+        "sampled": {} if sampled is None else asdict(sampled) | {"rows": list(sampled.rows)},
     }
 
 
@@ -149,11 +175,13 @@ def status_of(record: Record, equivalence: Equivalence, kernel: Kernel) -> tuple
         hint = "; the kernel is approximate: judge it by limits in `accuracy`, with `equivalence: approximate`"
     elif equivalence.judged == "degraded" and record.dtype in HALF and _is_right_in_float32(equivalence):
         hint = _rounded_scores(record.dtype)
+    if (sampled := equivalence.sampled) is not None:
+        hint += f" ({len(sampled.rows)} of {record.seq_len} queries have a golden, chosen by seed {sampled.seed})"
     return equivalence.judged, f"{worst.tensor} in regime {worst.regime}: {worst.reason}{hint}"
 
 
 def _is_right_in_float32(equivalence: Equivalence) -> bool:
-    shadow = [verdict.status for verdict in equivalence.verdicts if verdict.tensor.endswith(IN_FLOAT32)]
+    shadow = [verdict.status for verdict in equivalence.verdicts if IN_FLOAT32 in verdict.tensor]
     return bool(shadow) and set(shadow) == {"ok"}
 
 

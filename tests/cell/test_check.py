@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import harness
 from harness.cell.check import REGIMES
-from harness.cell.rule import JITTER_DRAWS
+from harness.cell.rule import JITTER_DRAWS, LARGE_DRAWS, LARGE_ELEMENTS
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -138,6 +138,11 @@ def test_the_reference_runs_once_per_draw_and_as_golden_in_float64():
 
     assert harness.check(torch.sin, reference, tensors((4, 4))[0]).passed
     assert seen == [torch.float32, torch.float64] * (1 + JITTER_DRAWS)
+    seen.clear()
+    large = tensors((LARGE_ELEMENTS + 1,))[0]
+    assert harness.check(torch.sin, reference, large).passed
+    assert seen == [torch.float32, torch.float64] * (1 + LARGE_DRAWS)
+    assert not harness.check(lambda x: torch.sin(x * (1 + 1e-4)), reference, large).passed
 
 
 def test_a_badly_conditioned_problem_widens_its_own_budget():
