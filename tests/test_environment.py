@@ -41,9 +41,9 @@ def test_one_of_another_version_is_read(tmp_path: Path) -> None:
     assert Environment.from_json(json.dumps(data | {"moon": "full"})) == here
     del data["pandas"]
     assert Environment.from_json(json.dumps(data)) == replace(here, pandas=None)
-    for broken in ([], {"moon": "full"}):
+    for broken in ("[]", json.dumps({"moon": "full"})):
         with pytest.raises(ValueError, match="not an environment"):
-            Environment.from_json(json.dumps(broken))
+            Environment.from_json(broken)
 
 
 def test_names_what_differs(tmp_path: Path) -> None:
