@@ -28,7 +28,7 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 from harness import store
-from harness.record import Record
+from harness.record import SPEEDS, Record
 from harness.store.files import LOCK
 
 CONFIG = """\
@@ -46,8 +46,7 @@ include:
   - {variant: mha, embed_dim: 16, heads: 2, seq_len: [4, 8], phase: [decode, train]}
 """
 CELLS = 24
-TIMED_COLUMNS = ("latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
-TIMED_FIELDS = frozenset({*TIMED_COLUMNS, "seconds", "measured_seconds", "samples_s", "peak_bytes"})
+TIMED_FIELDS = frozenset({*SPEEDS, "seconds", "measured_seconds", "attempt"})  # what was disturbed is timed again
 PATIENCE_S = 300.0
 # What a run imports by and by.
 LOADED_BEFORE = (
@@ -150,7 +149,7 @@ def without_timings(folder: Path) -> tuple[str, list[dict[str, object]]]:
     """Table and records as texts: floats by repr, so that equal means equal bit by bit."""
     import pandas as pd
 
-    frame = pd.read_parquet(folder / store.PARQUET).drop(columns=[*TIMED_COLUMNS, "peak_bytes"])
+    frame = pd.read_parquet(folder / store.PARQUET).drop(columns=TIMED_FIELDS, errors="ignore")
     return frame.to_csv(), [_untimed(record) for record in store.read_records(folder)]
 
 

@@ -1,6 +1,7 @@
 """The loop: load, measure each case that is not yet finished, store it at once, derive the tables."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from harness import environment, store
 from harness.case import Case
 from harness.environment import Others
 from harness.errors import INTERRUPTED, TERMINATED, BadInput
-from harness.record import RETRIED, Record
+from harness.record import RETRIED, Record, retimed
 from harness.report import rebuild
 from harness.suite.config import Suite, load_suite, threads_of
 from harness.suite.schema import Limits
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RESULTS = Path("results")
-BUSY_SHARE = 0.25  # of the machine's cores: kept busy by others, they make timings less sure than their intervals say
+AGAIN = 0.25  # of a run's time: at most as long cells that were disturbed are timed again
+BUSY_SHARE = 0.25  # of the machine's cores: kept busy by others, they disturb timings
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ def run(
     shard: tuple[int, int] | None = None,
     resume: bool = False,
     retry: bool = False,
+    retime: bool = False,
     even_if_changed: bool = False,
     executor: str | Executor = "local",
     jobs: int = 1,
@@ -63,7 +66,8 @@ def run(
     `shard` (i, n) takes every n-th case from the i-th on. A case that fails is a row, never an exception.
 
     `resume` goes on with the run in `out` (default: results/latest): finished cases are skipped, with `retry` those
-    that failed by an error, a timeout or for want of memory are repeated. Refused if the config, the code, a kernel or
+    that failed by an error, a timeout or for want of memory are repeated, with `retime` those that others disturbed
+    while they were timed are timed anew. Refused if the config, the code, a kernel or
     the environment is another by now, unless `even_if_changed`.
 
     `executor` says where cases are measured: "local" in `jobs` worker processes, "here" in this process, "ray" on a
@@ -71,8 +75,8 @@ def run(
     to go on with, if there is one.
     """
     started = time.time() if started is None else started
-    if (retry or even_if_changed) and not resume:
-        raise BadInput("--retry and --even-if-changed are about a run that is gone on with: add --resume")
+    if (retry or retime or even_if_changed) and not resume:
+        raise BadInput("--retry, --retime and --even-if-changed are about a run that is gone on with: add --resume")
     suite = load_suite(config, kernels=kernels)
     cases = store.take_shard(suite.cases, shard)
     chosen = _executor(executor, jobs, suite)
@@ -87,11 +91,11 @@ def run(
     about = _about(suite, shard, origins, threads, command)
     with _open(None if out is None else Path(out), about, resume=resume, even_if_changed=even_if_changed) as folder:
         pending = left_to_do(cases, folder.finished, retry=retry)
-        todo = [
-            Job.of(case, suite, threads=threads, origin=origins[case.kernel])
-            for case in cases
-            if case.case_id in pending
-        ]
+
+        def job_of(case: Case) -> Job:
+            return Job.of(case, suite, threads=threads, origin=origins[case.kernel])
+
+        todo = [job_of(case) for case in cases if case.case_id in pending]
 
         def go_on() -> str:
             hint = about.manifest.resume_command(folder.path, retry=retry)
@@ -99,7 +103,13 @@ def run(
 
         others = Others()
         try:
-            measure_all(todo, pending, folder, Console(stderr=True, quiet=quiet), chosen)
+            console, begun = Console(stderr=True, quiet=quiet), time.monotonic()
+            records = measure_all(todo, pending, folder, console, chosen)
+            seconds = math.inf if retime else AGAIN * (time.monotonic() - begun)
+            records += folder.finished if retime else ()
+            disturbed = {record.case_id: record for record in records if record.timing == "disturbed"}
+            again = [replace(job_of(case), retime=True) for case in cases if case.case_id in disturbed]
+            time_again(again, disturbed, folder, console, chosen, seconds=seconds)
             if todo and suite.timing.enabled and executor in ("local", "here"):
                 _tell_if_busy(*others.stop())
             # The time of earlier sessions is known case by case only.
@@ -127,16 +137,17 @@ def left_to_do(cases: Sequence[Case], finished: Iterable[Record], *, retry: bool
 
 def measure_all(
     todo: Sequence[Job], pending: dict[str, int], folder: store.RunFolder, console: Console, executor: Executor
-) -> None:
+) -> list[Record]:
     """Appends a record for each job, and strikes it off `pending`, which holds the number of its attempt."""
     if folder.finished:
         log.info("%d cells are finished, %d are to do", len(folder.finished), len(todo))
-    records = executor.run(todo)
+    records, measured = executor.run(todo), list[Record]()
     try:
         with progress(len(todo), console) as report:
             for done, record in enumerate(records, start=1):
                 attempt = pending[record.case_id]  # each once: a second record would spoil the file
-                folder.append(replace(record, attempt=attempt))
+                measured.append(replace(record, attempt=attempt))
+                folder.append(measured[-1])
                 del pending[record.case_id]
                 report(done, record.case_id)
                 log.info("%d/%d %s %s %s", done, len(todo), record.case_id, record.status, record.error or "")
@@ -145,14 +156,44 @@ def measure_all(
             records.close()  # stops what is under way
     if pending:
         raise store.StoreError(f"no record came back for {store.some(tuple(pending))}")
+    return measured
+
+
+def time_again(
+    todo: Sequence[Job],
+    disturbed: Mapping[str, Record],
+    folder: store.RunFolder,
+    console: Console,
+    executor: Executor,
+    *,
+    seconds: float,
+) -> None:
+    """Cells that were disturbed, later in the run and for at most so many seconds; what is disturbed again stays so."""
+    if not todo:
+        return
+    log.info("%d cells were disturbed while they were timed, and are timed again", len(todo))
+    deadline = time.monotonic() + seconds
+    records = executor.run(todo)
+    try:
+        with progress(len(todo), console) as report:
+            for done, again in enumerate(records, start=1):
+                record = retimed(disturbed[again.case_id], again)
+                folder.append(record)
+                report(done, record.case_id)
+                log.info("%d/%d %s timing %s", done, len(todo), record.case_id, record.timing)
+                if time.monotonic() > deadline:
+                    break
+    finally:
+        if isinstance(records, Generator):
+            records.close()
 
 
 def _tell_if_busy(seconds: float, others: float) -> None:
     cores = os.cpu_count() or 1
     if others > BUSY_SHARE * cores:
         log.warning(
-            "other programs kept %.1f of %d cores busy in these %.0f s: verdicts hold, speeds are less sure than their "
-            "intervals say; see `harness doctor`", others, cores, seconds
+            "other programs kept %.1f of %d cores busy in these %.0f s: verdicts hold, and speeds that this disturbed "
+            "are marked; see `harness doctor`", others, cores, seconds
         )  # fmt: skip
 
 

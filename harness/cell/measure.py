@@ -2,8 +2,9 @@
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from harness.cell.approximate import DENSE, Approximation, approximate
 from harness.cell.build import Pair, build_pair
 from harness.cell.peak import peak_bytes
 from harness.cell.referee import IN_FLOAT32, compare_pair, judge_timed
-from harness.cell.rule import Equivalence, TensorVerdict, worst_of
+from harness.cell.rule import Equivalence, worst_of
 from harness.cell.side import Side, Subject, run_steps
-from harness.cell.timing import SAMPLE_S, Stopwatch, Timed, interleave, paired_ratio
+from harness.cell.timing import SAMPLE_S, Samples, Stopwatch, Timed, free_threads, interleave, paired_ratio
+from harness.environment import Others
 from harness.kernels.call import ContractBroken, Kernel
 from harness.kernels.domain import PLAIN
 from harness.kernels.front import find_kernel
@@ -45,12 +47,14 @@ def measure(
     regimes: Sequence[str],
     timing: Timing,
     accuracy: Accuracy | None = None,
+    retime: bool = False,
 ) -> Record:
     """Never raises for what the candidate does: its failure is the result, beside what was measured before it.
 
     `accuracy` are the limits by which approximate kernels are judged; without them all are judged as exact ones.
+    `retime`: it was judged before; of a record that is equal the speed alone counts.
     """
-    stopwatch, started = Stopwatch(), time.perf_counter()
+    stopwatch, started, others = Stopwatch(), time.perf_counter(), Others()
     record, seed = record_of(case, status="error"), case.seed(seed)
     try:
         pair = build_pair(case, kernel, seed)
@@ -61,6 +65,8 @@ def measure(
             record = replace(record, calls=pair.calls - before, **close.error_columns(), **close.columns())
             record = weighed(record, pair)
             status, error = _unlike(record) or close.verdict(accuracy)
+        elif retime:
+            status, error = "ok", None
         else:
             before = pair.calls
             equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
@@ -69,15 +75,14 @@ def measure(
             status, error = status_of(record, equivalence, kernel)
             record = record if close is None else replace(record, **close.columns())
         record = replace(record, status=status, error=error)
-        if timing.enabled and close is not None:
-            record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
-        elif timing.enabled and kernel.process is not None:
-            speed, verdicts = _time_apart(pair, kernel.process, timing, seed, stopwatch)
-            record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
-            if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
-                record = replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
-        elif timing.enabled:
-            record = replace(record, **_time(pair, timing, seed, stopwatch))
+        if timing.enabled:
+            with fewer_threads(others):
+                if close is not None:
+                    record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
+                elif kernel.process is not None:
+                    record = _timed_apart(record, pair, kernel.process, timing, seed, stopwatch)
+                else:
+                    record = replace(record, **_time(pair, timing, seed, stopwatch))
     except NotImplementedError as refusal:  # Unsupported, or in whatever other words: in a backward pass, for instance
         record = replace(record, status="unsupported", error=str(refusal) or told(refusal))
     except ContractBroken as broken:
@@ -179,33 +184,49 @@ def _unlike(record: Record) -> tuple[str, str] | None:
     return None
 
 
+@contextmanager
+def fewer_threads(others: Others) -> Iterator[None]:
+    """No more than the cores that `others`, as seen so far, leave free; as before afterwards."""
+    asked = torch.get_num_threads()
+    torch.set_num_threads(free_threads(asked, others.stop()[1]))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(asked)
+
+
 def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[str, Any]:
     """The reference runs as its users run it, torch's fast path included."""
     pair.watch.checking = False
     calls = {"candidate": timed_call(pair, pair.candidate, seed), "reference": timed_call(pair, pair.reference, seed)}
     with stopwatch.running():
-        samples = _samples(calls, timing, seed)
+        timed = _sample(calls, timing, seed)
         peak = peak_bytes(calls["candidate"])
-    return _speed_columns(samples, peak, seed)
+    return _speed_columns(timed, peak, seed)
 
 
-def _time_apart(
-    pair: Pair, process: Process, timing: Timing, seed: int, stopwatch: Stopwatch
-) -> tuple[dict[str, Any], list[TensorVerdict]]:
-    """Both sides in processes of their own; and verdicts on some of the timed calls."""
+def _timed_apart(
+    record: Record, pair: Pair, process: Process, timing: Timing, seed: int, stopwatch: Stopwatch
+) -> Record:
+    """Both sides in processes of their own; some of the timed calls are judged."""
     subject, layout = subject_of(pair, pair.candidate, seed), process.domain.layout
+    process.begin(torch.get_num_threads())
     candidate = Apart(process, subject)
     sides = {"candidate": candidate, "reference": Apart(_beside("reference"), subject_of(pair, pair.reference, seed))}
     if layout != PLAIN:
         packing = Packing.of(pair, subject_of(pair, pair.candidate, seed), layout)
         sides["packing"] = Apart(_beside("packing"), packing)
     with stopwatch.running():
-        samples = _samples(sides, timing, seed, sample_s=apart.SAMPLE_S)
+        timed = _sample(sides, timing, seed, sample_s=apart.SAMPLE_S)
         peak = process.peak(candidate.fresh())
-    if "packing" in samples:
-        samples["candidate"] = apart.without(samples["packing"], samples["candidate"])
+    if "packing" in timed.samples:
+        timed.samples["candidate"] = apart.without(timed.samples["packing"], timed.samples["candidate"])
     verdicts = [v for result in candidate.kept for v in judge_timed(pair, subject, result, seed=seed)]
-    return _speed_columns(samples, peak, seed), verdicts
+    speed = _speed_columns(timed, peak, seed)
+    record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
+    if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
+        record = replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
+    return record
 
 
 def _beside(purpose: str) -> Process:
@@ -232,21 +253,28 @@ def _time_approximate(
     calls |= {"dense": _call_on(dense, dense.candidate, xs[worst])}
     calls |= {"reference": _call_on(pair, pair.reference, xs[worst])}
     with stopwatch.running():
-        samples = _samples(calls, timing, seed)
+        timed = _sample(calls, timing, seed)
         peak = peak_bytes(calls[f"candidate {worst}"])
-    of_regime = {regime: samples[f"candidate {regime}"] for regime in xs}
-    ratios = {regime: paired_ratio(own, samples["dense"], seed=seed) for regime, own in of_regime.items()}
-    latencies = {regime: (1e3 * _median(own), ratios[regime]) for regime, own in of_regime.items()}
-    kept = {"candidate": of_regime[worst], "reference": samples["reference"], "dense": samples["dense"]}
-    timed = [closeness.as_dict() for closeness in close.timed(latencies).regimes]
-    return _speed_columns(kept, peak, seed) | {"approximation": timed}
+    of_regime = {regime: timed.samples[f"candidate {regime}"] for regime in xs}
+    ratios = {regime: paired_ratio(own, timed.samples["dense"], seed=seed) for regime, own in of_regime.items()}
+    latencies = {regime: (1e3 * own.typical, ratios[regime]) for regime, own in of_regime.items()}
+    kept = {"candidate": of_regime[worst], **{name: timed.samples[name] for name in ("reference", "dense")}}
+    regimes = [closeness.as_dict() for closeness in close.timed(latencies).regimes]
+    return _speed_columns(replace(timed, samples=kept), peak, seed) | {"approximation": regimes}
 
 
-def _samples(
-    calls: Mapping[str, Timed], timing: Timing, seed: int, sample_s: float = SAMPLE_S
-) -> dict[str, list[float]]:
+@dataclass(frozen=True)
+class Clocked:
+    """All sides of a cell, and what others did meanwhile."""
+
+    samples: dict[str, Samples]
+    others_busy: float
+
+
+def _sample(calls: Mapping[str, Timed], timing: Timing, seed: int, sample_s: float = SAMPLE_S) -> Clocked:
     """With as much time for each call as in a cell with two."""
-    return interleave(
+    others = Others()
+    samples = interleave(
         calls,
         budget_s=timing.budget_s * len(calls) / 2,
         min_blocks=timing.min_blocks,
@@ -254,23 +282,26 @@ def _samples(
         seed=seed,
         sample_s=sample_s,
     )
+    return Clocked(samples, others.stop()[1])
 
 
-def _speed_columns(samples: dict[str, list[float]], peak: int, seed: int) -> dict[str, Any]:
-    ratio = paired_ratio(samples["candidate"], samples["reference"], seed=seed)
+def _speed_columns(timed: Clocked, peak: int, seed: int) -> dict[str, Any]:
+    candidate, reference = timed.samples["candidate"], timed.samples["reference"]
+    ratio = paired_ratio(candidate, reference, seed=seed)
     return {
-        "latency_ms": 1e3 * _median(samples["candidate"]),
-        "ref_latency_ms": 1e3 * _median(samples["reference"]),
+        "latency_ms": 1e3 * candidate.typical,
+        "ref_latency_ms": 1e3 * reference.typical,
         "latency_ratio": ratio.value,
         "latency_ratio_lo": ratio.lo,
         "latency_ratio_hi": ratio.hi,
+        "timing": "disturbed" if ratio.disturbed else "ok",
+        "threads": torch.get_num_threads(),
+        "others_busy": round(timed.others_busy, 2),
+        "rounds": ratio.rounds,
         "peak_bytes": peak,
-        "samples_s": samples,
+        "samples_s": {name: samples.seconds for name, samples in timed.samples.items()},
+        "waited": {name: [round(w, 4) for w in samples.waited] for name, samples in timed.samples.items()},
     }
-
-
-def _median(samples: list[float]) -> float:
-    return sorted(samples)[len(samples) // 2]
 
 
 def subject_of(pair: Pair, side: Side, seed: int) -> Subject:

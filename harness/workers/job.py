@@ -28,6 +28,7 @@ class Job:
     accuracy: Accuracy | None = None  # what approximate kernels are held to; None: judged as exact ones
     origin: str | None = None  # where the run's kernel came from; None: whatever is found
     minutes: float = 1.0  # of a battery
+    retime: bool = False  # a case that is judged already: its speed alone
 
     @classmethod
     def of(cls, case: Case, suite: "Suite", *, threads: int, origin: str | None = None) -> "Job":
@@ -76,7 +77,8 @@ def _measured(job: Job, kernel: "Kernel") -> Record:
         return ask_all(job.case, kernel, seed=job.seed, minutes=job.minutes)
     from harness.cell.measure import measure
 
-    return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing, accuracy=job.accuracy)
+    return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing, accuracy=job.accuracy,
+                   retime=job.retime)  # fmt: skip
 
 
 def failed(job: Job, status: str, error: str, seconds: float) -> Record:

@@ -32,6 +32,28 @@ def only(frame: pd.DataFrame, variant: str) -> pd.Series:
     return frame[frame["variant"] == variant].iloc[0]
 
 
+def test_what_was_disturbed_is_told_and_counts_in_no_mean() -> None:
+    rows = [
+        record(latency_ratio=2.0, timing="ok"),
+        record(seq_len=512, latency_ratio=50.0, timing="disturbed"),
+        record("mqa", latency_ms=6.0),
+        record("mqa", seq_len=512, latency_ms=3.0, latency_ratio=9.0, timing="disturbed"),
+    ]
+    frame = store.table(rows)
+    table = summarise(frame)
+    mha, mqa = only(table, "mha"), only(table, "mqa")
+    assert (mha["prefill_ratio"], mha["prefill_ratio_max"], mha["disturbed"]) == (pytest.approx(2.0), 2.0, 1)
+    assert (mqa["prefill_ratio"], mqa["disturbed"]) == (pytest.approx(1.0), 1)
+    told = "2 cells were disturbed while timed"
+    shown = printed(lambda console: print_summary(frame, console, folder=None))
+    assert told in shown
+    assert any("variant" in line and "disturbed" in line for line in shown.splitlines())
+    text = summary_markdown(frame, None)
+    assert told in text
+    assert "| disturbed |" in text
+    assert "| disturbed |" not in summary_markdown(store.table(rows[:1]), None)
+
+
 def test_summary_arithmetic_by_hand() -> None:
     rows = [
         record(seq_len=128, latency_ms=2.0, latency_ratio=0.5),
