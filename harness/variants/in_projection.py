@@ -51,7 +51,8 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
     if not _are_adjacent(parts):
         if len({(part.dtype, part.device) for part in parts}) > 1 or len({*map(id, parts)}) < 3:
             return torch.cat(list(parts))
-        with torch.inference_mode(False), torch.no_grad():  # whatever mode it is read in, they may be trained later
+        # Whatever mode it is read in, they may be trained later; but for those that were made in inference mode.
+        with torch.inference_mode(any(part.is_inference() for part in parts)), torch.no_grad():
             whole = torch.cat(list(parts))
             for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
                 part.data = rows

@@ -306,6 +306,7 @@ def test_a_limit_below_what_torch_needs_is_bad_input():
     executor.close()
 
 
+@pytest.mark.fresh
 def test_a_worker_that_cannot_start_is_said_with_its_last_words(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(BadInput, match=r"no worker process can start: the worker left with exit code 1"):
