@@ -72,10 +72,16 @@ class Record:
     threads: int | None = None  # that both sides were timed with: fewer than asked where others kept cores busy
     others_busy: float | None = None  # cores that others kept busy meanwhile
     rounds: int | None = None  # that the interval is over
+    # In a contest, where cells that differ in one axis are sampled in the same rounds.
+    against: str | None = None  # the cell that this one is held to
+    ratio_to: float | None = None  # latency over that cell's
+    ratio_lo: float | None = None
+    ratio_hi: float | None = None
     peak_bytes: int | None = None
     flops: int | None = None
     calls: int | None = None
     error: str | None = None
+    judged_as: str | None = None  # the cell at whose smaller size its equality was judged; None: as it is
     # Approximate kernels: all of one regime, the one with the largest rel_l1 (worst_regime names it).
     sparsity: float | None = None  # share of the visible blocks that was skipped; 0 is exact attention
     rel_l1: float | None = None  # sum|C - G| / sum|G|
@@ -98,13 +104,16 @@ NOT_COLUMNS = frozenset(
 # What timing alone fills.
 SPEEDS = (
     "latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "timing", "threads",
-    "others_busy", "rounds", "peak_bytes", "samples_s", "waited",
+    "others_busy", "rounds", "against", "ratio_to", "ratio_lo", "ratio_hi", "peak_bytes", "samples_s", "waited",
 )  # fmt: skip
 COLUMNS = tuple(f.name for f in fields(Record) if f.name not in NOT_COLUMNS)
 
 
 def retimed(before: Record, again: Record) -> Record:
     """A record with the speed of a second measurement, or with the failure that this was."""
+    spent: dict[str, Any] = {
+        name: (getattr(before, name) or 0.0) + (getattr(again, name) or 0.0) for name in ("seconds", "measured_seconds")
+    }
     speeds = {name: getattr(again, name) for name in SPEEDS}
     failure: dict[str, Any] = {} if again.status in EQUAL_STATUSES else {"status": again.status, "error": again.error}
-    return replace(before, **speeds, **failure, attempt=before.attempt + 1)
+    return replace(before, **speeds, **failure, **spent, attempt=before.attempt + 1)

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,13 @@ from rich.console import Console
 
 from harness import environment, store
 from harness.case import Case
+from harness.cell import contested
 from harness.environment import Others
 from harness.errors import INTERRUPTED, TERMINATED, BadInput
-from harness.record import RETRIED, Record, retimed
+from harness.record import EQUAL_STATUSES, RETRIED, Record, retimed
 from harness.report import rebuild
 from harness.suite.config import Suite, load_suite, threads_of
+from harness.suite.contest import contests
 from harness.suite.schema import Limits
 from harness.text import progress
 from harness.workers import NAMES, Executor
@@ -78,6 +80,8 @@ def run(
     if (retry or retime or even_if_changed) and not resume:
         raise BadInput("--retry, --retime and --even-if-changed are about a run that is gone on with: add --resume")
     suite = load_suite(config, kernels=kernels)
+    if shard is not None and suite.contest is not None:
+        raise BadInput("--shard parts cells that a contest times together: run a config with `contest` whole")
     cases = store.take_shard(suite.cases, shard)
     chosen = _executor(executor, jobs, suite)
     # Before the folder is made: a kernel that cannot be loaded is bad input, not a row.
@@ -105,11 +109,18 @@ def run(
         try:
             console, begun = Console(stderr=True, quiet=quiet), time.monotonic()
             records = measure_all(todo, pending, folder, console, chosen)
-            seconds = math.inf if retime else AGAIN * (time.monotonic() - begun)
-            records += folder.finished if retime else ()
-            disturbed = {record.case_id: record for record in records if record.timing == "disturbed"}
-            again = [replace(job_of(case), retime=True) for case in cases if case.case_id in disturbed]
-            time_again(again, disturbed, folder, console, chosen, seconds=seconds)
+            seconds = math.inf if retime else AGAIN * (time.monotonic() - begun)  # that timing again may take
+            if suite.contest is not None:
+                known = {record.case_id: record for record in (*folder.finished, *records)}
+                groups = [(job_of(base), rivals) for base, *rivals in contests(cases, suite.contest)]
+                timed = [replace(job, rivals=tuple(rivals), timing=suite.timing) for job, rivals in groups]
+                hold(timed, known, folder, console, chosen, timings=["none"], seconds=math.inf)
+                hold(timed, known, folder, console, chosen, timings=["disturbed"], seconds=seconds)
+            else:
+                records += folder.finished if retime else ()
+                disturbed = {record.case_id: record for record in records if record.timing == "disturbed"}
+                again = [replace(job_of(case), retime=True) for case in cases if case.case_id in disturbed]
+                time_again(again, disturbed, folder, console, chosen, seconds=seconds)
             if todo and suite.timing.enabled and executor in ("local", "here"):
                 _tell_if_busy(*others.stop())
             # The time of earlier sessions is known case by case only.
@@ -169,18 +180,49 @@ def time_again(
     seconds: float,
 ) -> None:
     """Cells that were disturbed, later in the run and for at most so many seconds; what is disturbed again stays so."""
+    for again in _records(todo, console, executor, seconds=seconds):
+        folder.append(retimed(disturbed[again.case_id], again))
+
+
+def hold(
+    todo: Sequence[Job],
+    known: dict[str, Record],
+    folder: store.RunFolder,
+    console: Console,
+    executor: Executor,
+    *,
+    timings: Sequence[str],
+    seconds: float,
+) -> None:
+    """Contests of cells that are equal, where a cell's timing is one of these; for at most so many seconds."""
+    jobs = {}
+    for job in todo:
+        rivals = [rival for rival in job.rivals if known[rival.case_id].status in EQUAL_STATUSES]
+        records = [known[case.case_id] for case in (job.case, *rivals)]
+        if rivals and records[0].status in EQUAL_STATUSES and any(record.timing in timings for record in records):
+            jobs[job.case.case_id] = replace(job, rivals=tuple(rivals))
+    for found in _records(list(jobs.values()), console, executor, seconds=seconds):
+        if found.status not in EQUAL_STATUSES:
+            log.warning("the contest of %s could not be held: %s", found.case_id, found.error)
+            continue
+        job = jobs[found.case_id]
+        before = {case.case_id: known[case.case_id] for case in (job.case, *job.rivals)}
+        for record in contested(before, found, seed=job.seed):
+            folder.append(record)
+            known[record.case_id] = record
+
+
+def _records(todo: Sequence[Job], console: Console, executor: Executor, *, seconds: float) -> Iterator[Record]:
+    """One after another, until they are done or the time is up."""
     if not todo:
         return
-    log.info("%d cells were disturbed while they were timed, and are timed again", len(todo))
-    deadline = time.monotonic() + seconds
-    records = executor.run(todo)
+    deadline, records = time.monotonic() + seconds, executor.run(todo)
     try:
         with progress(len(todo), console) as report:
-            for done, again in enumerate(records, start=1):
-                record = retimed(disturbed[again.case_id], again)
-                folder.append(record)
+            for done, record in enumerate(records, start=1):
+                yield record
                 report(done, record.case_id)
-                log.info("%d/%d %s timing %s", done, len(todo), record.case_id, record.timing)
+                log.info("%d/%d %s timed", done, len(todo), record.case_id)
                 if time.monotonic() > deadline:
                     break
     finally:

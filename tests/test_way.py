@@ -13,7 +13,7 @@ BESIDE = (
     "cell/probe.py", "cell/relations.py", "cell/conduct.py", "cell/side.py", "cell/peak.py",
     "candidate/state.py", "candidate/child.py", "candidate/isolated.py", "candidate/zygote.py",
     "store/files.py", "store/manifest.py", "workers/__init__.py", "workers/interrupts.py",
-    "__init__.py", "__main__.py", "environment.py", "errors.py", "registry.py", "text.py",
+    "__init__.py", "__main__.py", "environment.py", "record.py", "errors.py", "registry.py", "text.py",
 )  # fmt: skip
 CONFIG = """\
 name: way

@@ -89,13 +89,8 @@ class WatchedKernel:
 
 
 def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
-    spec = VARIANTS[case.variant]
-    name = spec.reference(case)
-    reference: Reference = importlib.import_module(f"harness.references.{name}").REFERENCE
-    dtype = getattr(torch, case.dtype)
-    module = reference.build(case)
-    randomise(module, torch.Generator().manual_seed(seed))
-    module = module.to(dtype).eval()
+    spec, dtype = VARIANTS[case.variant], getattr(torch, case.dtype)
+    reference, module = build_reference(case, seed)
     watch = WatchedKernel(kernel)
     prefill = PrefillByEager(watch.as_kernel()) if case.phase == "decode" and kernel.domain.decode_only else None
     asked = watch.as_kernel() if prefill is None else prefill.as_kernel()
@@ -116,7 +111,7 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
         candidate=Side(
             module=candidate,
             forward=run_variant,
-            views=tuple(_variant_view(case, *step, dtype) for step in steps),
+            views=tuple(variant_view(case, *step, dtype) for step in steps),
             new_cache=OwnCaches(candidate) if has_cache else None,
             gives_weights=kernel.gives_weights,
         ),
@@ -125,6 +120,15 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
         steps=steps,
         prefill=prefill,
     )
+
+
+def build_reference(case: Case, seed: int) -> tuple[Reference, nn.Module]:
+    """The case's reference, and a module of it with random weights."""
+    name = VARIANTS[case.variant].reference(case)
+    reference: Reference = importlib.import_module(f"harness.references.{name}").REFERENCE
+    module = reference.build(case)
+    randomise(module, torch.Generator().manual_seed(seed))
+    return reference, module.to(getattr(torch, case.dtype)).eval()
 
 
 def steps_of(case: Case) -> tuple[tuple[range, range], ...]:
@@ -148,7 +152,7 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(1.0 + 0.3 * noise)
 
 
-def _variant_view(case: Case, queries: range, keys: range, dtype: torch.dtype) -> Mapping[str, Any]:
+def variant_view(case: Case, queries: range, keys: range, dtype: torch.dtype) -> Mapping[str, Any]:
     rule = masks.MASKS[case.mask]
     at = masks.positions(case.batch, case.heads, queries, keys, case.seq_len)
     window = None if rule.window is None else rule.window(case.seq_len)

@@ -1,10 +1,10 @@
 """Case -> Record: is it the same, what does it weigh, how fast is it, how much memory does one call take."""
 
+import functools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from harness.cell import apart, record_of
 from harness.cell.apart import Apart, Packing
 from harness.cell.approximate import DENSE, Approximation, approximate
 from harness.cell.build import Pair, build_pair
+from harness.cell.clock import Clocked, fewer_threads, sample
+from harness.cell.contest import full_cache, rival
 from harness.cell.peak import peak_bytes
 from harness.cell.referee import IN_FLOAT32, compare_pair, judge_timed
 from harness.cell.rule import Equivalence, worst_of
 from harness.cell.side import Side, Subject, run_steps
-from harness.cell.timing import SAMPLE_S, Samples, Stopwatch, Timed, free_threads, interleave, paired_ratio
+from harness.cell.timing import Stopwatch, paired_ratio
 from harness.environment import Others
 from harness.kernels.call import ContractBroken, Kernel
 from harness.kernels.domain import PLAIN
@@ -35,6 +37,10 @@ OF_THE_WORST = (  # columns that are the worst tensor's own
     *("max_abs_err", "mean_abs_err", "max_rel_err", "max_ulp_err"),
     *("ref_max_abs_err", "err_budget", "err_ratio"),
 )
+OF_THE_JUDGED = (*OF_THE_WORST, "status", "error", "worst_tensor", "worst_regime", "grad_max_abs_err", "calls",
+                 "equivalence")  # fmt: skip
+JUDGED_BATCH = 2  # at most, of a cell that is judged at a smaller size
+UNTIMED = Timing(enabled=False)
 LARGE_SCORE = 16.0  # of the example in a message
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -94,6 +100,41 @@ def measure(
         is_oom = isinstance(failure, MemoryError) or any(text in message for text in OUT_OF_MEMORY)
         record = replace(record, status="oom" if is_oom else "error", error=message)
     return replace(record, seconds=time.perf_counter() - started, measured_seconds=stopwatch.seconds)
+
+
+@functools.lru_cache(maxsize=64)
+def _judged(case: Case, kernel: Kernel, seed: int, regimes: tuple[str, ...], accuracy: Accuracy | None) -> Record:
+    """Cells that are alike but for their length share it."""
+    return measure(case, kernel, seed=seed, regimes=regimes, timing=UNTIMED, accuracy=accuracy)
+
+
+def measure_large(
+    case: Case,
+    kernel: Kernel,
+    *,
+    seed: int,
+    regimes: Sequence[str],
+    judge_len: int,
+    accuracy: Accuracy | None = None,
+) -> Record:
+    """A cell that is too long to be judged as it is: judged at `judge_len` tokens, weighed at its own size."""
+    started, record = time.perf_counter(), record_of(case, status="error")
+    small = replace(case, seq_len=judge_len, batch=min(case.batch, JUDGED_BATCH))
+    judged = _judged(small, kernel, seed, tuple(regimes), accuracy)
+    columns = {name: getattr(judged, name) for name in OF_THE_JUDGED}
+    record = replace(record, **columns, judged_as=small.case_id)
+    try:
+        own = rival(case, kernel, seed)
+        size = sum(p.numel() for p in own.side.module.parameters())
+        record = replace(record, params=size, ref_params=judged.ref_params)
+        if own.side.new_cache is not None and case.phase != "train":
+            held = full_cache(own).allocated_bytes
+            record = replace(record, kv_cache_bytes=held, kv_bytes_per_token=held / (case.kv_len * case.batch))
+        if record.status in EQUAL_STATUSES and (unlike := _unlike(record)):
+            record = replace(record, status=unlike[0], error=unlike[1])
+    except MemoryError as failure:
+        record = replace(record, status="oom", error=_describe(failure))
+    return replace(record, seconds=time.perf_counter() - started, measured_seconds=judged.measured_seconds)
 
 
 def _describe(failure: BaseException) -> str:
@@ -184,23 +225,12 @@ def _unlike(record: Record) -> tuple[str, str] | None:
     return None
 
 
-@contextmanager
-def fewer_threads(others: Others) -> Iterator[None]:
-    """No more than the cores that `others`, as seen so far, leave free; as before afterwards."""
-    asked = torch.get_num_threads()
-    torch.set_num_threads(free_threads(asked, others.stop()[1]))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(asked)
-
-
 def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[str, Any]:
     """The reference runs as its users run it, torch's fast path included."""
     pair.watch.checking = False
     calls = {"candidate": timed_call(pair, pair.candidate, seed), "reference": timed_call(pair, pair.reference, seed)}
     with stopwatch.running():
-        timed = _sample(calls, timing, seed)
+        timed = sample(calls, timing, seed)
         peak = peak_bytes(calls["candidate"])
     return _speed_columns(timed, peak, seed)
 
@@ -217,7 +247,7 @@ def _timed_apart(
         packing = Packing.of(pair, subject_of(pair, pair.candidate, seed), layout)
         sides["packing"] = Apart(_beside("packing"), packing)
     with stopwatch.running():
-        timed = _sample(sides, timing, seed, sample_s=apart.SAMPLE_S)
+        timed = sample(sides, timing, seed, sample_s=apart.SAMPLE_S)
         peak = process.peak(candidate.fresh())
     if "packing" in timed.samples:
         timed.samples["candidate"] = apart.without(timed.samples["packing"], timed.samples["candidate"])
@@ -253,7 +283,7 @@ def _time_approximate(
     calls |= {"dense": _call_on(dense, dense.candidate, xs[worst])}
     calls |= {"reference": _call_on(pair, pair.reference, xs[worst])}
     with stopwatch.running():
-        timed = _sample(calls, timing, seed)
+        timed = sample(calls, timing, seed)
         peak = peak_bytes(calls[f"candidate {worst}"])
     of_regime = {regime: timed.samples[f"candidate {regime}"] for regime in xs}
     ratios = {regime: paired_ratio(own, timed.samples["dense"], seed=seed) for regime, own in of_regime.items()}
@@ -261,28 +291,6 @@ def _time_approximate(
     kept = {"candidate": of_regime[worst], **{name: timed.samples[name] for name in ("reference", "dense")}}
     regimes = [closeness.as_dict() for closeness in close.timed(latencies).regimes]
     return _speed_columns(replace(timed, samples=kept), peak, seed) | {"approximation": regimes}
-
-
-@dataclass(frozen=True)
-class Clocked:
-    """All sides of a cell, and what others did meanwhile."""
-
-    samples: dict[str, Samples]
-    others_busy: float
-
-
-def _sample(calls: Mapping[str, Timed], timing: Timing, seed: int, sample_s: float = SAMPLE_S) -> Clocked:
-    """With as much time for each call as in a cell with two."""
-    others = Others()
-    samples = interleave(
-        calls,
-        budget_s=timing.budget_s * len(calls) / 2,
-        min_blocks=timing.min_blocks,
-        max_blocks=timing.max_blocks,
-        seed=seed,
-        sample_s=sample_s,
-    )
-    return Clocked(samples, others.stop()[1])
 
 
 def _speed_columns(timed: Clocked, peak: int, seed: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ CELL = [
     Column("ref ms", lambda row: milliseconds(row["ref_latency_ms"])),
     Column("x ref", lambda row: ratio(row["latency_ratio"])),
     Column("interval", lambda row: interval(row["latency_ratio_lo"], row["latency_ratio_hi"])),
+    Column("x against", lambda row: ratio(row["ratio_to"])),
     Column("timing", lambda row: row["timing"], left=True),
     Column("message", lambda row: first_line(row["error"]), left=True),
 ]

@@ -16,8 +16,8 @@ LEGEND = (
     f"({OK_FACTOR:g} N) are of that cell, in its dtype and on its harshest inputs.",
     "x ref: latency over the reference's in the same cell; geometric mean of the equal cells that were "
     "timed undisturbed (smallest…largest).",
-    "x MHA: figure over that of the mha cell with all other axes the same; geometric mean, mha = 1.00. Latencies of "
-    "different cells are timed apart: there x MHA is a guide, x ref the measurement.",
+    "x MHA: figure over that of the mha cell with all other axes the same; geometric mean, mha = 1.00. Of latencies "
+    "only where both cells were timed in one contest.",
 )
 ROUNDED_WORSE = "ROUNDED WORSE"  # nothing fails, but some cells are degraded: the same function, and not equal
 SAME = "Is it the same?"
@@ -114,7 +114,9 @@ def _answers(summary: pd.DataFrame, *, ranges: bool) -> dict[str, list[Column]]:
         weights[f"{name}_vs_mha"] = _column("x MHA", f"{name}_vs_mha", ratio)
     for phase in TIMED:
         speeds[f"{phase}_ratio"] = _means(f"{phase} x ref", f"{phase}_ratio", ranges=ranges)
-        speeds[f"{phase}_latency_vs_mha"] = _column("x MHA", f"{phase}_latency_vs_mha", ratio)
+        beside = summary[f"{phase}_ratio"].notna().any()  # a column that names the phase
+        title = "x MHA" if beside else f"{phase} x MHA"
+        speeds[f"{phase}_latency_vs_mha"] = _column(title, f"{phase}_latency_vs_mha", ratio)
 
     if summary[DISTURBED].any():
         speeds[DISTURBED] = _column(DISTURBED, DISTURBED, str)

@@ -80,9 +80,10 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 
     Speeds are geometric means over cells found equal and timed undisturbed: how fast a wrong answer comes is nobody's
     question.
-    `*_vs_mha` compares with the MHA cell that agrees on every other axis, cell by cell.
+    `*_vs_mha` compares with the MHA cell that agrees on every other axis, cell by cell; in latency where both were
+    timed in one contest, and nowhere else.
     """
-    paired = _beside_mha(frame)
+    paired, variants = _beside_mha(frame), dict(zip(frame["case_id"], frame["variant"], strict=True))
     rows = []
     for (variant, kernel), cells in frame.groupby(["variant", "kernel"], sort=False):
         mine = paired[(paired["variant"] == variant) & (paired["kernel"] == kernel)]
@@ -103,8 +104,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
             row[f"{phase}_ratio"] = geometric_mean(equal)
             row[f"{phase}_ratio_min"] = equal.min() if len(equal) else None
             row[f"{phase}_ratio_max"] = equal.max() if len(equal) else None
-            both = mine[mine["phase"] == phase]
-            row[f"{phase}_latency_vs_mha"] = geometric_mean(both["latency_ms"] / both["latency_ms_mha"])
+            held = cells[(cells["phase"] == phase) & is_timed(cells) & cells["against"].map(variants).eq(BASE)]
+            row[f"{phase}_latency_vs_mha"] = geometric_mean(held["ratio_to"])
         rows.append(row)
     return pd.DataFrame(rows, columns=list(DTYPES)).astype(DTYPES)
 
@@ -122,8 +123,7 @@ def _worst(cells: pd.DataFrame) -> pd.Series | None:
 
 
 def _beside_mha(frame: pd.DataFrame) -> pd.DataFrame:
-    frame = frame.assign(latency_ms=frame["latency_ms"].where(is_timed(frame)))
     # Of two MHA cells with the same axes neither is the one to compare with.
     base = frame[frame["variant"] == BASE].drop_duplicates(MATCHED, keep=False)
-    wanted = [*MATCHED, "params", "kv_bytes_per_token", "latency_ms"]
+    wanted = [*MATCHED, "params", "kv_bytes_per_token"]
     return frame.merge(base[wanted], on=MATCHED, suffixes=("", "_mha"), validate="many_to_one")

@@ -217,6 +217,9 @@ class Accuracy:
     max_abs: Annotated[float, _limit(1e6)] | None = None  # at most
 
 
+CONTESTED = ("variant", "kernel", "kv_heads", "kv_lora_rank", "dtype", "mask")
+
+
 class Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -262,6 +265,9 @@ class Document(Closed):
     regimes: Axis[Annotated[str, _one_of("regime", (*REGIMES, *STRUCTURES))]] | None = None
     equivalence: Annotated[str, _one_of("equivalence", ("exact", "approximate"))] = "exact"
     accuracy: Accuracy = Accuracy()
+    contest: Annotated[str, _one_of("axis", CONTESTED)] | None = None
+    against: str | int | None = None
+    judge_len: Annotated[int, _whole(8, 1_000_000)] | None = None
     battery: Battery | None = None  # None: for kernels of the command line alone
     grid: Grid | None = None
     include: list[Grid] = []

@@ -34,6 +34,14 @@ class KVCache:
     def streams(self) -> tuple[Tensor, ...]:
         return tuple(buffer[:, :, : self.length] for buffer in self._buffers)
 
+    def fill(self, length: int) -> None:
+        """Random numbers up to this length, as if so many tokens had been appended: for timing one step after them. At
+        least one must be there, for the streams' shapes."""
+        self._reserve(length, self.streams())
+        for buffer in self._buffers:
+            buffer[:, :, self.length : length].normal_()
+        self.length = length
+
     def crop(self, length: int) -> None:
         """Forget the tokens from `length` on (a rejected draft, a repeated measurement)."""
         if not 0 <= length <= self.length:

@@ -54,6 +54,24 @@ def test_what_was_disturbed_is_told_and_counts_in_no_mean() -> None:
     assert "| disturbed |" not in summary_markdown(store.table(rows[:1]), None)
 
 
+def test_latencies_are_compared_across_variants_where_they_were_timed_in_one_contest_alone() -> None:
+    base = record(seq_len=128)
+    held = {"against": base.case_id, "ratio_lo": 0.4, "ratio_hi": 0.6, "latency_ratio": None}
+    rows = [
+        replace(base, against=base.case_id, ratio_to=1.0, latency_ratio=None),
+        record("mqa", seq_len=128, ratio_to=0.5, **held),
+        record("gqa", seq_len=128, ratio_to=0.9, timing="disturbed", **held),
+        record("mla", seq_len=128, latency_ms=1e9),  # timed apart
+    ]
+    table = summarise(store.table(rows))
+    found = {variant: only(table, variant)["prefill_latency_vs_mha"] for variant in ("mha", "mqa", "gqa", "mla")}
+    assert (found["mha"], found["mqa"]) == (pytest.approx(1.0), pytest.approx(0.5))
+    assert pd.isna(found["gqa"]) and pd.isna(found["mla"])
+    only_contests = store.table(rows[:2])
+    shown = printed(lambda console: print_summary(only_contests, console, folder=None), width=200)
+    assert "prefill" in shown  # whose x MHA it is, where nothing beside it says so
+
+
 def test_summary_arithmetic_by_hand() -> None:
     rows = [
         record(seq_len=128, latency_ms=2.0, latency_ratio=0.5),

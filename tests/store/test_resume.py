@@ -129,6 +129,71 @@ def test_timing_again_ends_with_its_share_of_the_time(monkeypatch: pytest.Monkey
     assert set(frame["timing"]) == {"ok"}
 
 
+CONTEST = CONFIG.replace("timing: {enabled: false}", "contest: variant\nagainst: mha\ntiming: {budget_s: 0.01}")
+
+
+class Contests(MadeUp):
+    """An executor that judges, and times whole contests; the first `hit` of them beside a busy neighbour."""
+
+    def __init__(self, *, hit: int = 0, stop_after: int | None = None) -> None:
+        super().__init__()
+        self.hit, self.left, self.held = hit, stop_after, list[str]()
+
+    def run(self, jobs):
+        for job in jobs:
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left = None if self.left is None else self.left - 1
+            if not job.rivals:
+                assert not job.timing.enabled
+                yield made_up(job.case)
+                continue
+            self.held.append(job.case.case_id)
+            names = [case.case_id for case in (job.case, *job.rivals)]
+            share = 0.9 * (len(self.held) <= self.hit)
+            yield replace(made_up(job.case), samples_s={name: [1.0 + at] * 12 for at, name in enumerate(names)},
+                          waited={name: [share] * 12 for name in names})  # fmt: skip
+
+
+def test_contests_are_held_once_all_cells_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "AGAIN", math.inf)
+    Path("c.yaml").write_text(CONTEST)
+    machine = Contests(hit=2)
+    frame = run("c.yaml", OUT, executor=machine)
+    assert len(machine.held) == 3 + 2  # two of the three were disturbed, and are held again
+    assert set(frame["timing"]) == {"ok"}
+    assert dict(zip(frame["variant"], frame["ratio_to"].round(6), strict=True)) == {"mha": 1.0, "mqa": 2.0}
+    assert set(frame["against"]) == set(frame.loc[frame["variant"] == "mha", "case_id"])
+    with pytest.raises(BadInput, match="a contest times together"):
+        run("c.yaml", "elsewhere", executor=machine, shard=(1, 2))
+
+
+@pytest.mark.parametrize("after", [2, 6, 8])
+def test_a_run_with_contests_goes_on_where_it_was_cut_short(after: int) -> None:
+    Path("c.yaml").write_text(CONTEST)
+    with pytest.raises(Interrupted):
+        run("c.yaml", OUT, executor=Contests(stop_after=after))
+    machine = Contests()
+    frame = run("c.yaml", OUT, executor=machine, resume=True)
+    assert len(machine.held) == 3 - max(0, after - 6)
+    assert set(frame["timing"]) == {"ok"}
+    assert frame["ratio_to"].notna().all()
+
+
+def test_cells_that_are_not_equal_hold_no_contest() -> None:
+    Path("c.yaml").write_text(CONTEST)
+
+    class Wrong(Contests):
+        def run(self, jobs):
+            for record in super().run(jobs):
+                yield replace(record, status="mismatch") if record.variant == "mqa" else record
+
+    machine = Wrong()
+    frame = run("c.yaml", OUT, executor=machine)
+    assert machine.held == []
+    assert set(frame["timing"]) == {"none"}
+
+
 def test_a_run_that_never_began_starts_afresh() -> None:
     interrupted(after=0)
     (OUT / store.RECORDS).unlink()  # killed before its records file was made

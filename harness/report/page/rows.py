@@ -33,7 +33,7 @@ AXES = (
 # What the page's table shows first; the rest follows behind "all columns".
 KEY_COLUMNS = ("run", "case_id", "status", "err_ratio", "max_abs_err", "err_budget", "params", "kv_bytes_per_token",
                "latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi",
-               "timing", "error")  # fmt: skip
+               "ratio_to", "ratio_lo", "ratio_hi", "timing", "error")  # fmt: skip
 # What tells two cells of one variant apart although their setting is the same.
 OPTIONS = {"kv_heads": "kv", "q_lora_rank": "q-rank", "kv_lora_rank": "rank", "rope_head_dim": "rope",
            "v_head_dim": "v-dim"}  # fmt: skip
@@ -127,16 +127,18 @@ def _series(frame: pd.DataFrame) -> pd.Series:
 def tradeoff_points(frame: pd.DataFrame) -> pd.DataFrame:
     """The decode cells that are equal and timed undisturbed, each with what the trade-off picture draws of it.
 
-    low_ms, high_ms  the interval of the ratio to the reference, carried over to the latency
+    low_ms, high_ms  the interval of the ratio to the reference, or of the contest's, carried over to the latency
     cut_ms           where its whisker ends: one disturbed sample must not press all points to the floor
     spot             the same for cells of one cache whose times are near: their names share one place
     beaten_by        the rows of its setting that keep it off the front
     """
     cells = frame[(frame["phase"] == "decode") & is_timed(frame) & frame["kv_bytes_per_token"].notna()]
-    measured = ("latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
-    cells = cells.astype(dict.fromkeys(measured, "float64"))
-    unit = cells["latency_ms"] / cells["latency_ratio"]
-    cells = cells.assign(low_ms=unit * cells["latency_ratio_lo"], high_ms=unit * cells["latency_ratio_hi"])
+    ratios = ("latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "ratio_to", "ratio_lo", "ratio_hi")
+    cells = cells.astype(dict.fromkeys(("latency_ms", *ratios), "float64"))
+    for end, name in (("lo", "low_ms"), ("hi", "high_ms")):
+        of_reference = cells[f"latency_ratio_{end}"] / cells["latency_ratio"]
+        of_contest = cells[f"ratio_{end}"] / cells["ratio_to"]
+        cells[name] = cells["latency_ms"] * of_reference.fillna(of_contest)
     cells["slowest"] = cells.groupby("setting")["latency_ms"].transform("max")
     cells["cut_ms"] = cells["high_ms"].clip(upper=1.25 * cells["slowest"])
     upwards = cells.sort_values("latency_ms", kind="stable")

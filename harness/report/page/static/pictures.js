@@ -117,7 +117,7 @@ if (page.leftOut.length) {
 }
 
 const isDecode = (row) => row.phase === "decode" && isTimed(row) && measured("latency_ms")(row)
-  && measured("kv_bytes_per_token")(row) && measured("latency_ratio")(row);
+  && measured("kv_bytes_per_token")(row);
 const hasCurve = (row) => (row.phase === "decode" || row.phase === "prefill") && isTimed(row) && measured("latency_ms")(row);
 const setting = document.getElementById("setting");
 const family = document.getElementById("family");
