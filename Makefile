@@ -14,7 +14,7 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help architecture setup bench bench-kernels bench-sparse smoke test check fix verify sensitivity nightly gate gate-study timing-study history trend ci-summary report readme-figures clean distclean FORCE
+.PHONY: help architecture setup bench tradeoffs bench-kernels bench-sparse smoke test check fix verify sensitivity nightly gate gate-study timing-study history trend ci-summary report readme-figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ setup: $(STAMP) ## Create .venv and install into it (the other targets do this b
 
 bench: $(STAMP) ## Judge, weigh and time every cell of configs/default.yaml (about 4 minutes)
 	@$(BIN)/harness run $(CONFIG) $(ARGS)
+
+tradeoffs: $(STAMP) ## MHA, GQA, MQA and MLA beside each other at real sizes, in contests (about 10 minutes)
+	@$(BIN)/harness run configs/tradeoffs.yaml $(ARGS)
 
 smoke: $(STAMP) ## The same over configs/smoke.yaml (seconds)
 	@$(BIN)/harness run configs/smoke.yaml $(ARGS)

@@ -131,10 +131,11 @@ def kill(process: int) -> None:
 
 
 def lines_of(folder: Path) -> tuple[list[str], bool]:
-    """The cells of all whole lines, and whether the last one is torn; read without the code under test."""
+    """Cell and attempt of all whole lines, and whether the last one is torn; read without the code under test."""
     path = folder / store.RECORDS
     *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    return [json.loads(line)["case_id"] for line in lines], bool(rest)
+    found = map(json.loads, lines)  # a cell that was disturbed has a second attempt, its timing anew
+    return [f"{record['case_id']} {record['attempt']}" for record in found], bool(rest)
 
 
 def where_hit(folder: Path, lines: list[str]) -> str:
