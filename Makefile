@@ -1,6 +1,6 @@
 # Everything starts here: `make` lists the targets. Needs GNU make and Python 3.11; all else is installed into .venv.
 
-PYTHON = python3.11 python3 python
+PYTHON ?= python3.11 python3 python
 CONFIG = configs/default.yaml
 ARGS =
 JOBS = 2
@@ -64,10 +64,11 @@ bench-sparse: $(STAMP) ## Error, sparsity and time of block-sparse attention bes
 
 # The gate judges a run with wrong cells, too: exit code 1 is a verdict. Beyond that there is no run to judge.
 nightly: $(STAMP) ## Verify the model families, run configs/nightly.yaml, then the gate's exact part
-	@verdict=0; \
+	@verdict=0; run=results/latest; \
+	set -- $(ARGS); while [ $$# -gt 0 ]; do case $$1 in --out) run=$${2-};; --out=*) run=$${1#--out=};; esac; shift; done; \
 	$(BIN)/harness verify --all --quiet || verdict=$$?; \
 	$(BIN)/harness run configs/nightly.yaml $(ARGS) || { code=$$?; [ $$code -eq 1 ] || exit $$code; verdict=1; }; \
-	$(BIN)/harness gate results/latest || verdict=$$?; \
+	$(BIN)/harness gate "$$run" || verdict=$$?; \
 	exit $$verdict
 
 gate: $(STAMP) ## Compare the latest run with results/baseline, and with BASE=REV its times; fails on a regression

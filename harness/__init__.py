@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from harness.cell.check import assert_equivalent as assert_equivalent
     from harness.cell.check import check as check
     from harness.cell.rule import Equivalence as Equivalence
+    from harness.diagnosis.result import Diagnosis as Diagnosis
+    from harness.diagnosis.session import diagnose as diagnose
     from harness.kernels.domain import kernel as kernel
     from harness.kernels.front import attention as attention
     from harness.report.judgement import assert_kernel as assert_kernel
@@ -28,12 +30,16 @@ if TYPE_CHECKING:
     from harness.swaps.engine import replace_mha_with_eager as replace_mha_with_eager
     from harness.swaps.engine import swap as swap
     from harness.swaps.report import SwapReport as SwapReport
+    from harness.variants.blocks import EncoderLayer as EncoderLayer
+    from harness.variants.blocks import MLABlock as MLABlock
+    from harness.variants.blocks import ScaledDotProductAttention as ScaledDotProductAttention
     from harness.variants.dropin import EagerMultiheadAttention as EagerMultiheadAttention
     from harness.variants.dropin import EagerMultiheadAttentionWithInProj as EagerMultiheadAttentionWithInProj
     from harness.variants.gqa import GroupedQueryAttention as GroupedQueryAttention
     from harness.variants.gqa import MultiHeadAttention as MultiHeadAttention
     from harness.variants.gqa import MultiQueryAttention as MultiQueryAttention
     from harness.variants.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
+    from harness.variants.specs.quantised import Quantisation as Quantisation
     from harness.variants.unified import UnifiedAttention as UnifiedAttention
 
 # Where each public name lives. Imported on first use: torch takes seconds, and `harness --help` must not wait for it.
@@ -43,14 +49,18 @@ _NAMES = {
     "harness.report.judgement": ("assert_kernel",),
     "harness.cell.check": ("assert_equivalent", "check"),
     "harness.cell.rule": ("Equivalence",),
+    "harness.diagnosis.result": ("Diagnosis",),
+    "harness.diagnosis.session": ("diagnose",),
     "harness.kernels.domain": ("kernel",),
     "harness.kernels.front": ("attention",),
     "harness.runner": ("run",),
     "harness.store.reading": ("load",),
     "harness.swaps": ("SwapReport", "replace_mha_with_eager", "swap"),
+    "harness.variants.blocks": ("EncoderLayer", "MLABlock", "ScaledDotProductAttention"),
     "harness.variants.dropin": ("EagerMultiheadAttention", "EagerMultiheadAttentionWithInProj"),
     "harness.variants.gqa": ("GroupedQueryAttention", "MultiHeadAttention", "MultiQueryAttention"),
     "harness.variants.mla": ("MultiHeadLatentAttention",),
+    "harness.variants.specs.quantised": ("Quantisation",),
     "harness.variants.unified": ("UnifiedAttention",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

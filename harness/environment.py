@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,11 +42,13 @@ class Environment:
     @classmethod
     def from_json(cls, text: str) -> "Environment":
         data = json.loads(text)
-        known = {field.name for field in fields(cls)}
-        if not isinstance(data, dict) or set(data) != known:
+        known = [field.name for field in fields(cls)]
+        if not isinstance(data, dict) or not {"python", "platform", "cpu"} <= data.keys():
             found = sorted(data) if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not an environment: fields {found}, expected {sorted(known)}")
-        return cls(**data)
+        # Of an older version: what it did not note is not known. Of a newer one: what is new is left out.
+        noted: dict[str, Any] = {name: data.get(name) for name in known}
+        return cls(**noted)
 
     def differences(self, other: "Environment") -> dict[str, tuple[object, object]]:
         """The keys that differ, with both values, so that a message can name them."""
@@ -70,6 +73,12 @@ def collect(threads: int, *, tree: Path | None = None) -> Environment:
         commit=commit,
         dirty=dirty,
     )
+
+
+def packages() -> dict[str, str]:
+    """Everything that is installed, by name."""
+    found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions())
+    return dict(sorted((name, version) for name, version in found if name))
 
 
 def _version(distribution: str) -> str | None:

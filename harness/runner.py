@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from harness.case import Case
 from harness.cell import contested
 from harness.environment import Others
 from harness.errors import INTERRUPTED, TERMINATED, BadInput
+from harness.kernels.sources import SourceFile, sources_of
 from harness.record import EQUAL_STATUSES, RETRIED, Record, retimed
 from harness.report import rebuild
 from harness.suite.config import Suite, load_suite, threads_of
@@ -92,8 +94,12 @@ def run(
     for name, origin in origins.items():
         log.info("kernel %s from %s", name, origin)
     threads = threads_of(suite)
-    about = _about(suite, shard, origins, threads, command)
+    sources = {name: sources_of(name) for name in origins}
+    about = _about(suite, shard, origins, sources, threads, command)
     with _open(None if out is None else Path(out), about, resume=resume, even_if_changed=even_if_changed) as folder:
+        if command is not None and out is not None:
+            _follow(folder.path)
+        store.write_sources(folder.path, chain.from_iterable(sources.values()))
         pending = left_to_do(cases, folder.finished, retry=retry)
 
         def job_of(case: Case) -> Job:
@@ -267,6 +273,7 @@ def _about(
     suite: Suite,
     shard: tuple[int, int] | None,
     origins: dict[str, str],
+    sources: Mapping[str, Sequence[SourceFile]],
     threads: int,
     command: Sequence[str] | None,
 ) -> store.About:
@@ -279,8 +286,17 @@ def _about(
         shard=shard,
         case_ids=tuple(case.case_id for case in suite.cases),
         command=None if command is None else tuple(command),
+        sources={name: tuple(each.place for each in files) for name, files in sources.items() if files},
+        packages=environment.packages(),
     )
     return store.About(manifest, suite.source, environment.collect(threads))
+
+
+def _follow(path: Path) -> None:
+    """results/latest means the newest run of the command line in this folder, also of one that was given a place."""
+    link = RESULTS / store.LATEST
+    if RESULTS.is_dir() and path.resolve().is_relative_to(Path.cwd()) and (link.is_symlink() or not link.exists()):
+        store.point(link, os.path.relpath(path.resolve(), RESULTS.resolve()))
 
 
 def _open(out: Path | None, about: store.About, *, resume: bool, even_if_changed: bool) -> store.RunFolder:

@@ -106,6 +106,12 @@ def plain(text: Any) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
 
 
+def harmless_lines(text: Any) -> str:
+    """A message of several lines for a CI's log, too, where a line that begins with `::` or `##[` is a command."""
+    lines = [plain(line) for line in str(text).split("\n")]
+    return "\n".join(f"| {line}" if line.lstrip().startswith(("::", "##[")) else line for line in lines)
+
+
 def first_line(text: Any, limit: int = 300) -> str:
     """Of a message that may be a whole traceback."""
     lines = [] if is_absent(text) else [line for line in str(text).splitlines() if line.strip()]
@@ -158,13 +164,18 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Formatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return plain(super().formatMessage(record))  # one line, whatever a kernel said
+
+
 def configure(*, quiet: bool = False, verbose: bool = False) -> None:
     """Warnings by default, errors only when quiet, everything when verbose; safe to call again."""
     logger = logging.getLogger("harness")
     logger.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING)
     logger.propagate = False
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(_Formatter(LOG_FORMAT))
     logger.handlers = [handler]
 
 

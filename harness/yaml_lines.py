@@ -20,6 +20,9 @@ MAX_NODES = 20_000  # after aliases are expanded; half a second of reading
 # `1:1:1:...` is a base-60 number in YAML 1.1, and reading a long one takes quadratic time. So it stays text.
 MAX_NUMBER_CHARS = 100
 
+# Octal without a word (017 is 15) and base 60 (12:30:45 is 45045): what YAML 1.2 and people read otherwise.
+OLD_NUMBER = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
+
 Where = tuple[str | int, ...]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
@@ -173,6 +176,10 @@ class _Builder:
         tag = self.loader.resolve(yaml.ScalarNode, text, event.implicit)
         if tag in _STAY_TEXT:
             return text
+        if OLD_NUMBER.fullmatch(text):
+            value = self.loader.construct_object(yaml.ScalarNode(tag, text, event.start_mark, event.end_mark))
+            rule = f"{text} would be the number {value} in YAML 1.1, and to few people; write {value}, or quotes"
+            raise YamlError(rule, line, path)
         try:
             return self.loader.construct_object(yaml.ScalarNode(tag, text, event.start_mark, event.end_mark))
         except (ValueError, OverflowError) as error:  # 2024-99-99, 0x_

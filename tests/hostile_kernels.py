@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -240,6 +241,7 @@ def change_everything() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     sys.stdout = sys.stderr
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     gc.disable()
     gc.set_threshold(1)
     sys.setrecursionlimit(5000)

@@ -72,6 +72,8 @@ AXES: Mapping[str, tuple[str, ...]] = {
         "(L,S)",
         "(B,1,1,S)",
         "(B,H,1,S)",
+        "(1,H,1,S)",
+        "(1,S)",
         "(H,L,S)",
         "(B,1,L,1)",
     ),
@@ -98,7 +100,7 @@ WEIGHTS: Mapping[str, tuple[int, ...]] = {
     "values": (4, 2, 1, 1, 1, 1, 1, 1, 1, 2),
 }
 # Rows of a mask that all queries share cannot differ between them.
-BY_KEY_ONLY = ("(B,1,1,S)", "(B,H,1,S)")
+BY_KEY_ONLY = ("(B,1,1,S)", "(B,H,1,S)", "(1,H,1,S)", "(1,S)")
 BY_QUERY_ONLY = "(B,1,L,1)"  # all keys of a query alike: what it may say is which queries see nothing
 QUERY_MASKS = ("dead rows", "-inf rows", "float")
 ROW_MASKS = ("band", "dead rows", "-inf rows", "finfo.min rows", "packed", "alibi")
@@ -193,7 +195,7 @@ def possible(levels: Mapping[str, str]) -> bool:
             return False
         if "m" in gradients and (mask not in FLOAT_MASKS or mask == "causal and float"):
             return False  # SDPA refuses the gradient of a mask beside is_causal
-        if levels["mask_strides"] == "expanded" and shape in ("(B,H,L,S)", "(L,S)"):
+        if levels["mask_strides"] == "expanded" and shape in ("(B,H,L,S)", "(L,S)", "(1,S)"):
             return False
     if (levels["mode"] == "grad") == (gradients == NONE):
         return False

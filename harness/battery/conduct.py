@@ -49,6 +49,7 @@ def conduct_steps(seed: int) -> list[Step]:
         "inputs changed in place": changed_in_place,
         "one tensor as several inputs": one_tensor,
         "gradients asked for later": gradients_later,
+        "inputs changed before gradients": changed_before_gradients,
         "strides of an incoming gradient": incoming_strides,
         "arguments left out": arguments_left_out,
         "after a call that fails": after_a_failure,
@@ -64,7 +65,9 @@ def judge_sequence(examinee: Examinee, calls: Callable[[int], list[Call]], seed:
     for number, call in enumerate(made, start=1):
         finding = judge_call(examinee, call, seed + number)
         if finding.status in FAILING:
-            return replace(finding, reason=f"call {number} of {len(made)}: {finding.reason}", calls=number)
+            asked = tuple(each.request for each in made[:number])
+            reason = f"call {number} of {len(made)}: {finding.reason}"
+            return replace(finding, reason=reason, calls=number, requests=asked)
         findings.append(finding)
     worst = worst_of(finding.status for finding in findings)
     ratio = max((f.err_ratio for f in findings if f.err_ratio is not None), default=None)
@@ -82,7 +85,7 @@ def _other_numbers(seed: int) -> list[Call]:
 
 
 def _other_arguments(seed: int) -> list[Call]:
-    """What a memory by shape alone would not tell apart."""
+    """What a memory by shape alone would not tell apart, and a scale that is an integer."""
     masked: dict[str, Any] = {"mask_shape": "(B,1,L,S)", **FEW}
     points = [
         SAME,
@@ -107,7 +110,8 @@ def _other_arguments(seed: int) -> list[Call]:
     mask = masked_call.request.mask
     assert mask is not None
     turned = replace(masked_call, request=replace(masked_call.request, mask=mask.roll(1, -1)))
-    return [*made, masked_call, turned]
+    whole = replace(made[0], words=f"{made[0].words}, scale 2", request=replace(made[0].request, scale=2))
+    return [*made, whole, masked_call, turned]
 
 
 def _one_changed(seed: int) -> list[Call]:
@@ -157,10 +161,11 @@ def _one_query(seed: int) -> list[Call]:
 
 
 def _one_arranged(seed: int) -> list[Call]:
-    """One of q, k and v as a view of another kind than the other two: keys of a cache, values of a packed product."""
+    """One of q, k and v as a view of another kind than the other two: keys of a cache, values of a packed product, what
+    the batch or the heads share."""
     made = []
     for name in ("q", "k", "v"):
-        for layout in ("heads last", "longer", "channels", "columns"):
+        for layout in ("heads last", "longer", "channels", "columns", "expanded", "shared heads"):
             call = make_call(SQUARE, seed)
             view: Any = {name: arranged(getattr(call.request, name), layout)}
             words = f"{call.words}, {name} alone {layout}"
@@ -309,6 +314,27 @@ def gradients_later(examinee: Examinee, seed: int) -> Finding:
         if reply.ticket is not None:
             examinee.release(reply.ticket)
     return replace(told(words, verdicts), calls=len(calls))
+
+
+def changed_before_gradients(examinee: Examinee, seed: int) -> Finding:
+    """The inputs get other numbers in place between a call and its gradients, as by an optimizer or a cache: an error, as
+    in torch, or the gradients of the numbers that they were. Silently a mixture of both is wrong."""
+    where = point(24, 40, 16, gradients="qkv", batch="2", kv_heads="3")  # no groups: no copies of k and v
+    words, (call, other) = f"{where.words}, inputs changed before the gradients", _calls([where, where], seed)
+    own: dict[str, Any] = {name: t.clone() for name, t in call.request.tensors.items()}
+    reply, problem = _asked(examinee, replace(call.request, hold=True, cotangent=None, **own))
+    if problem is not None:
+        return problem
+    ticket, cotangent = reply.ticket, call.request.cotangent
+    assert ticket is not None and cotangent is not None
+    without = {"gradients": (), "cotangent": None, "mode": "no_grad"}
+    examinee.ask(replace(other.request, reuse=ticket, **without))
+    answer = examinee.differentiate(ticket, cotangent)
+    examinee.release(ticket)
+    if isinstance(answer, Failure):
+        return Finding("", "", words, "ok", calls=2)
+    held = Held.of(call.request, generator_of(seed, words))
+    return replace(told(words, held.judge({"out": reply.out, **answer})), calls=2)
 
 
 def incoming_strides(examinee: Examinee, seed: int) -> Finding:

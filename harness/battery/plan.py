@@ -14,7 +14,7 @@ GROUPS = ("small calls", "compiled", "middle calls", "large calls")  # in their 
 
 
 def first_calls() -> Iterator[Point]:
-    """Small, each unlike the others: most wrong kernels are wrong here."""
+    """Small or nearly so, each unlike the others: most wrong kernels are wrong here."""
     some: dict[str, Any] = {"batch": "2", "kv_heads": "2"}
     yield point(17, 33, 16, **some)
     yield point(33, 33, 20, mask="causal", **some)
@@ -30,6 +30,8 @@ def first_calls() -> Iterator[Point]:
     yield point(16, 48, 16, mask="-inf rows", gradients="qkv", groups="2", **some)
     yield point(24, 24, 16, mask="dead rows", mask_shape="(B,1,L,1)", **some)
     yield point(24, 40, 16, mask="bool", mask_shape="(H,L,S)", **some)
+    yield point(7, 40, 16, mask="bool", mask_shape="(B,1,1,S)", **some)
+    yield point(7, 40, 16, mask="float", mask_shape="(B,H,1,S)", gradients="qkvm", **some)
     yield point(24, 24, 16, mask="dead entries", batch="4", kv_heads="2", dtype="bfloat16")
     yield point(24, 40, 16, mask="finfo.min", **some)
     yield point(24, 40, 16, mask="right padding", mask_shape="(B,1,1,S)", values="garbage", batch="3", kv_heads="2")
@@ -49,6 +51,10 @@ def first_calls() -> Iterator[Point]:
     yield point(24, 40, 64, scale="negative", values="large", **some)
     yield point(32, 32, 64, values="large", dtype="float16", **some)
     yield point(5, 2100, 8, kv_heads="1", groups="8")
+    # Decoding with so few rows that a kernel splits the keys between its workers, and has the parts to combine.
+    yield point(1, 300, 64, kv_heads="2")
+    yield point(1, 2100, 64, kv_heads="1", groups="8", values="peaked")
+    yield point(1, 4100, 32, kv_heads="1", groups="32", batch="2", dtype="bfloat16")
 
 
 def big_calls() -> Iterator[Point]:

@@ -28,11 +28,11 @@ def half_steps(seed: int) -> list[Step]:
 
 def _half_points() -> Iterator[Point]:
     """Large enough that rounding averages out, and small enough that every query has a golden."""
-    for dtype in ("bfloat16", "float16"):
-        yield point(96, 96, 64, dtype=dtype, mask="causal", **FEW)
+    for dtype, mask_dtype in (("bfloat16", "float32"), ("float16", "as q")):
+        yield point(96, 96, 96, 64, dtype=dtype, mask="causal", **FEW)
         yield point(64, 160, 33, dtype=dtype, **FEW)
         yield point(4, 600, 64, dtype=dtype, batch="2", kv_heads="4", groups="4")
-        yield point(48, 100, 128, dtype=dtype, mask="float", scale="given", **FEW)
+        yield point(48, 100, 128, dtype=dtype, mask="float", mask_dtype=mask_dtype, scale="given", **FEW)
         yield point(64, 100, 32, dtype=dtype, mask="right padding", values="peaked", **FEW)
 
 
@@ -65,6 +65,7 @@ def traced_steps(seed: int) -> list[Step]:
     points = [
         point(33, 33, 16, mask="causal", mode="compile", **FEW),
         point(17, 40, 16, mask="bool", scale="given", mode="compile", **FEW),
+        point(50, 90, 16, mask="causal", mode="compile", **FEW),  # traced anew, with other sizes
     ]
     return [Step(TRACED, "torch.compile", partial(judge_traced, each, seed)) for each in points]
 

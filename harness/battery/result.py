@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from harness.candidate.request import Request
 
 FAILING = ("mismatch", "error")
 # How bad each is; `skipped` says nothing, because torch itself does not answer such a call.
@@ -27,6 +29,12 @@ class Finding:
     is_outside: bool = False  # beyond what the kernel declares: there it may refuse
     calls: int = 1
     seconds: float = 0.0
+    # Of a failure, what was asked: the last is answered wrongly, after those before it. Empty: no single call shows it.
+    requests: "tuple[Request, ...]" = field(default=(), repr=False, compare=False)
+
+    def row(self) -> dict[str, Any]:
+        """For tables and files: all but the tensors."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "requests"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Judgement:
         """A row for each finding, in the order of the calls."""
         import pandas as pd
 
-        return pd.DataFrame([asdict(finding) for finding in self.findings])
+        return pd.DataFrame([finding.row() for finding in self.findings])
 
 
 def worst_of(statuses: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from harness.battery.axes import Point
 from harness.battery.call import Call, generator_of, make_call
-from harness.battery.result import Finding
+from harness.battery.result import FAILING, Finding
 from harness.candidate.examinee import Examinee
 from harness.candidate.request import Failure, Reply, Request
 from harness.cell.bare import Held, Unanswered, answered
@@ -47,7 +47,8 @@ def judge_call(examinee: Examinee, call: Call, seed: int, *, directions: bool = 
     reply = answer()
     if held is None and reply.failure is None:
         return Finding("", "", call.words, "skipped", f"torch itself does not answer this call: {unanswered}")
-    return found_in(reply, held, call, beyond)
+    finding = found_in(reply, held, call, beyond)
+    return replace(finding, requests=(request,)) if finding.status in FAILING else finding
 
 
 def found_in(reply: Reply, held: Held | None, call: Call, beyond: str | None) -> Finding:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from harness.candidate.client import Process
 from harness.candidate.examinee import Examinee, InProcess
+from harness.candidate.zygote import Zygote
 from harness.kernels.front import attention, find_kernel
 from harness.kernels.names import is_plugin
 
@@ -15,16 +16,16 @@ PATIENCE_S = 60.0  # for one answer
 AnyKernel = str | Callable[..., Tensor] | Examinee
 
 
-def examinee_of(kernel: AnyKernel, **domain: Any) -> Examinee:
+def examinee_of(kernel: AnyKernel, *, zygote: Zygote | None = None, **domain: Any) -> Examinee:
     """The only place that knows where a kernel runs. `domain` narrows what it declares itself.
 
     A user's kernel runs in a process of its own; a function that no other process could load (a closure, one typed at
-    a prompt), and harness' own kernels, run here.
+    a prompt), and harness' own kernels, run here. `zygote`: what that process is forked from, if there is one.
     """
     name = kernel if isinstance(kernel, str) else place_of(kernel)
     examinee: Examinee
     if name is not None and is_plugin(name):
-        examinee = Process(name, timeout_s=PATIENCE_S)
+        examinee = Process(name, timeout_s=PATIENCE_S, zygote=zygote)
         examinee.start()
     elif name is not None:
         examinee = InProcess(adapted(name), name)

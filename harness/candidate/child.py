@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,26 @@ KEPT_OUTPUT = 1 << 16
 LAST_WORDS = 2000
 ABORT_S = 0.5  # for the traceback of one that hangs
 PR_SET_PDEATHSIG = 1
+
+
+def resident_since(pid: int) -> Callable[[], int]:
+    """From now on: by how many bytes the process has grown at its largest, as the kernel of the machine counts it; 0
+    where that does not say."""
+    status = Path(f"/proc/{pid}/status")
+    try:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the high water mark falls to what is held now
+        before = _status(status, "VmRSS")
+    except OSError:
+        return lambda: 0
+    return lambda: max(0, _status(status, "VmHWM") - before)
+
+
+def _status(path: Path, name: str) -> int:
+    """Bytes; raises OSError where the system does not say."""
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"{path} has no {name}")
 
 
 def killed_for_memory() -> int:

@@ -159,10 +159,10 @@ def serve(channel: int, inputs: Arena, outputs: Arena) -> None:
         return
     settle(hello["path"], hello["python_path"])
     output, me = os.dup(1), os.getpid()
-    server = Server(inputs, outputs, output)
-    faulthandler.enable(output, all_threads=False)  # `output` stays, even if a kernel closes the standard streams
     if hello["allowed"] is not None:
         limit_memory(hello["allowed"])
+    server = Server(inputs, outputs, output)
+    faulthandler.enable(output, all_threads=False)  # `output` stays, even if a kernel closes the standard streams
     while (message := receive(channel)) is not None:
         do, number = message.pop("do"), message.pop("number")
         try:

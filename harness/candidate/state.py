@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ IMPORTS = ("environment", "sys.path")  # what a user's file may set for its own 
 WATCH_S = 5e-3
 BUSY_THREAD = "a busy thread"  # it takes WATCH_S to see whether there is one
 SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")  # the CPU's choice of SDPA follows these flags too
+LIMITS = tuple({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 # Those that someone may handle; asking for all 64 would take longer than all the rest.
 SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGALRM),
@@ -180,6 +182,12 @@ def _set_collector(value: tuple[bool, tuple[int, int, int]]) -> None:
     gc.set_threshold(*value[1])
 
 
+def _set_limits(value: dict[int, tuple[int, int]]) -> None:
+    for number, limit in value.items():
+        if resource.getrlimit(number) != limit:
+            resource.setrlimit(number, limit)  # refused where the hard limit was lowered: that ends with the process
+
+
 def _has_alarm() -> bool:
     return signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)
 
@@ -217,6 +225,7 @@ SETTINGS = (
     Setting("sys.path", lambda: list(sys.path), _set_path),
     Setting("warnings", lambda: list(warnings.filters), _set_warnings),
     Setting("signal handlers", lambda: {number: signal.getsignal(number) for number in SIGNALS}, _set_signals),
+    Setting("resource limits", lambda: {number: resource.getrlimit(number) for number in LIMITS}, _set_limits),
     Setting("timers", _has_alarm, lambda _: signal.setitimer(signal.ITIMER_REAL, 0)),
     Setting("CPU affinity", _affinity, lambda value: os.sched_setaffinity(0, value)),
     Setting("standard streams", lambda: (sys.stdin, sys.stdout, sys.stderr), _set_streams),

@@ -41,7 +41,8 @@ class Pair:
     @property
     def poison(self) -> float | None:
         """Of hidden tokens in the poison regime: NaN for kernels that promise not to leak; None: finite garbage."""
-        return float("nan") if self.watch.kernel.shielded else None
+        shields = self.watch.kernel.shielded and VARIANTS[self.case.variant].core != "recurrence"
+        return float("nan") if shields else None
 
     @property
     def compares_weights(self) -> bool:
@@ -96,7 +97,6 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
     asked = watch.as_kernel() if prefill is None else prefill.as_kernel()
     candidate, report = swap(module, to=VARIANT, kernel=asked, **spec.swap_options)
     steps = steps_of(case)
-    has_cache = spec.kv_elements_per_token is not None
     return Pair(
         case=case,
         reference_name=reference.name,
@@ -112,7 +112,7 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
             module=candidate,
             forward=run_variant,
             views=tuple(variant_view(case, *step, dtype) for step in steps),
-            new_cache=OwnCaches(candidate) if has_cache else None,
+            new_cache=OwnCaches(candidate) if spec.keeps_cache else None,
             gives_weights=kernel.gives_weights,
         ),
         watch=watch,

@@ -25,6 +25,8 @@ from harness.swaps import VARIANT, swap
 from harness.variants.cache import KVCache
 from harness.variants.specs import VARIANTS
 
+FILLED_AT_ONCE = 1024  # tokens
+
 
 class Rival(Subject):
     """A candidate by itself, as it is timed in a contest."""
@@ -32,18 +34,29 @@ class Rival(Subject):
     def warm_up(self) -> None:
         if self.phase == "decode":
             self._cache = full_cache(self)
-            self._cache.fill(self.steps[-1][0].start)
+            fill(self._cache, self.steps[-1][0].start)
         self.call(self.example)
 
 
-def full_cache(own: Rival) -> KVCache:
+def full_cache(own: Rival) -> Any:
     """Room for all tokens of the case, of which one is there."""
     side = own.side
     assert side.new_cache is not None
-    cache: KVCache = side.new_cache(own.steps[-1][1].stop)
+    cache = side.new_cache(own.steps[-1][1].stop)
     with torch.no_grad():
         side.forward(side.module, own.context[:, :1], {}, cache, False)
     return cache
+
+
+def fill(cache: Any, length: int) -> None:
+    """With random numbers, as if so many tokens had been appended. A state, which tokens do not lengthen, stays."""
+    if not isinstance(cache, KVCache):
+        return
+    like = cache.streams()
+    with torch.no_grad():
+        while cache.length < length:
+            tokens = min(FILLED_AT_ONCE, length - cache.length)
+            cache.append(*(t.new_empty((*t.shape[:2], tokens, t.shape[3])).normal_() for t in like))
 
 
 def rival(case: Case, kernel: Kernel, seed: int) -> Rival:
@@ -52,12 +65,11 @@ def rival(case: Case, kernel: Kernel, seed: int) -> Rival:
     module, _ = swap(build_reference(case, seed)[1], to=VARIANT, kernel=kernel, **spec.swap_options)
     S, step = case.seq_len, steps_of(case)[-1]
     tokens = 1 if case.phase == "decode" else S
-    has_cache = spec.kv_elements_per_token is not None
     side = Side(
         module=module,
         forward=run_variant,
         views=(variant_view(case, *step, dtype),),
-        new_cache=OwnCaches(module) if has_cache else None,
+        new_cache=OwnCaches(module) if spec.keeps_cache else None,
         gives_weights=False,
     )
     generator = torch.Generator().manual_seed(seed)

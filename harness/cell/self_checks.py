@@ -17,6 +17,7 @@ from harness.cell.rule import TensorVerdict
 from harness.kernels.call import ContractBroken
 from harness.kernels.plugin import told
 from harness.variants import masks
+from harness.variants.specs import VARIANTS
 
 REGIME = "metamorphic"
 
@@ -54,6 +55,8 @@ SEVERAL_QUERIES = ("chunk", "more queries than keys")  # asked of kernels for on
 @torch.no_grad()  # as a decorator: a `with` would hold between two verdicts, in the caller's own code
 def verdicts(pair: Pair, *, seed: int) -> Iterator[TensorVerdict]:
     """One for each check that applies; `skipped` where the kernel refuses a call that its case does not make."""
+    if VARIANTS[pair.case.variant].core == "recurrence":
+        return  # it has no kernel
     kernel = pair.watch.kernel
     built_in = kernel.origin in BUILT_IN
     try:

@@ -11,16 +11,15 @@ NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def override(text: str) -> tuple[str, Any]:
-    import yaml
+    from harness.yaml_lines import YamlError, parse
 
     key, equals, value = text.partition("=")
     if not (equals and key):
         raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE, as in num_hidden_layers=4")
     try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        problem = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{text!r}: the value is not YAML: {problem}") from error
+        return key, parse(value).plain() if value else None
+    except YamlError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: the value {error.rule}") from error
 
 
 def shard(text: str) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import argparse
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.advise import memory as amounts
@@ -29,6 +30,7 @@ models:  llama-2-7b llama-2-70b llama-3-8b llama-3.1-70b llama-3.1-405b mistral-
 examples:
   harness advise --model llama-3-8b --memory 24GiB --context 32k
   harness advise --model llama-2-7b --memory 24GiB --context 128k --batch 4 --no-measure
+  harness advise --config checkpoint/config.json --context 128k     its cache, hybrids included, by formula
   harness advise --embed-dim 2048 --layers 24 --heads 16 --memory 8GiB --params 1.3B   a model to be designed
 """
 VERBOSE = "also say what was measured"
@@ -38,6 +40,9 @@ OWN = ("embed_dim", "layers", "heads", "kv_heads", "head_dim", "params")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="a real model's sizes; those below replace single ones")
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="a model's config.json: what its cache weighs, layer by layer"
+    )
     parser.add_argument("--embed-dim", metavar="E", type=whole)
     parser.add_argument("--layers", metavar="N", type=whole)
     parser.add_argument("--heads", metavar="H", type=whole)
@@ -57,6 +62,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
+    if options.config is not None:
+        return _model_cache(options)
     # Before torch is loaded, as `harness run` sets it: so that times here and there are alike.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
@@ -70,6 +77,24 @@ def execute(options: argparse.Namespace) -> int:
 
         print_advice(advice, terminal(), roofline=roofline, measurements=options.verbose)
     return EQUAL if advice.chosen is not None else NOT_EQUAL
+
+
+def _model_cache(options: argparse.Namespace) -> int:
+    """Of a config, by formula alone: nothing is measured, and nothing else of the model is known."""
+    import psutil
+
+    from harness.advise.model_cache import read_model_cache
+    from harness.report.model_cache import print_model_cache
+
+    if given := [name for name in ("model", "window", *OWN) if getattr(options, name) is not None]:
+        raise BadInput(f"--{given[0].replace('_', '-')}: the config says what the model is; give one of the two")
+    cache = read_model_cache(options.config)
+    memory = options.memory if options.memory is not None else psutil.virtual_memory().total
+    asked = {"context": options.context, "batch": options.batch, "dtype": options.dtype, "memory": memory}
+    if not options.quiet:
+        print_model_cache(cache, terminal(), **asked)
+    fits = cache.bytes(options.context, batch=options.batch, dtype=options.dtype) <= memory
+    return EQUAL if fits else NOT_EQUAL
 
 
 def demand_of(options: argparse.Namespace) -> "Requirement":

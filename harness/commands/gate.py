@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from harness.gate.cells import ChosenCells
     from harness.gate.findings import GateOutcome
 
+KERNEL_GRID = "kernel"  # the config that a kernel alone is timed over
 HELP = "compare a run with the accepted baseline, and its speed with a commit's"
 DESCRIPTION = """\
 Did anything get worse? Two parts, each with its own answer.
@@ -33,7 +34,11 @@ what it differs from itself is the run's own measure of noise. Every cell ends a
                 and so does a night in which every cell ends so: nothing was shown
   improvement   faster by more than --min-effect, beyond chance
 
-Written to DIR: gate.md (for a CI job's summary), gate.xml (JUnit), gate.json. With --timing-only nothing is written.
+In a git repository of your own, the kernels of that repository are timed, both with the harness that is installed:
+`--base main --kernel mine.py:f` needs neither a run nor a baseline. A file that both sides would run is refused.
+
+Written to DIR: gate.md (for a CI job's summary), gate.xml (JUnit), gate.json. With --timing-only, or --kernel and no
+DIR, to the folder of --out, if there is one.
 """
 EPILOG = """\
 exit codes:  0 nothing got worse   1 something did (with --strict: or may have), or no timed cell could be decided
@@ -43,7 +48,8 @@ examples:
   harness gate                                        the latest run against results/baseline
   harness gate --base                                 and in time against the commit that the baseline came from
   harness gate --base v1.2 --cells '*-decode-*'       in time against a tag, decode cells only
-  harness gate --base HEAD --timing-only configs/smoke.yaml   are my uncommitted changes slower?
+  harness gate --base HEAD --timing-only smoke   are my uncommitted changes slower?
+  harness gate --base main --kernel mine.py:f         is the kernel of this repository slower than on main?
   harness gate --accept                               make the latest run the baseline; commit what it shows
 """
 
@@ -68,13 +74,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     timing.add_argument(
         "--timing-only", metavar="CONFIG", type=Path, help="no run, no exact part: time the cells of this grid"
     )
+    timing.add_argument("--out", metavar="DIR", type=Path, help="where to write, with --timing-only or --kernel alone")
     timing.add_argument("--cells", metavar="GLOB", help="only cells whose name is like this, as '*-decode-*'")
     timing.add_argument(
         "--kernel",
         metavar="NAME|FILE.py:FUNCTION",
         action="append",
         default=[],
-        help="this kernel instead of the cells' own; a file of this repository is each version's own",
+        help="this kernel instead of the cells' own; a file or module of this repository is each version's own",
+    )
+    timing.add_argument(
+        "--trust-kernels",
+        action="store_true",
+        help="run the files and modules that the run's records name as kernels; without it only those of --kernel",
     )
     timing.add_argument(
         "--seed", metavar="N", type=int, help="of the orders drawn, as gate.json has it: the same again"
@@ -88,6 +100,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     wants_timing = options.base is not None or options.base_dir is not None
+    if wants_timing and options.kernel and options.folder is None and options.timing_only is None:
+        options.timing_only = Path(KERNEL_GRID)  # of a kernel alone there need be no run
     if not wants_timing and (options.timing_only or options.cells or options.kernel or options.seed is not None):
         raise BadInput("--timing-only, --cells, --kernel and --seed are about timing: add --base REV or --base-dir DIR")
     if options.timing_only is not None and options.folder is not None:
@@ -147,10 +161,12 @@ def _judge(options: argparse.Namespace, *, wants_timing: bool) -> "GateOutcome":
             return outcome
         cells = cells_of_run(run)
     outcome = _time(options, cells, outcome)
-    if not alone:
-        write_outputs(options.folder, outcome)
+    target = options.out if alone else options.folder
+    if target is not None:
+        target.mkdir(parents=True, exist_ok=True)
+        write_outputs(target, outcome)
     if not options.quiet:
-        print_timing(outcome, console, written=not alone)
+        print_timing(outcome, console, written=target is not None)
     return outcome
 
 
@@ -159,13 +175,23 @@ def _time(options: argparse.Namespace, cells: "ChosenCells", outcome: "GateOutco
     from rich.console import Console
 
     from harness.gate.baseline import read_baseline
-    from harness.gate.cells import choose
+    from harness.gate.cells import choose, refuse_foreign
     from harness.gate.findings import TimingSettings
     from harness.gate.timing import judge_times
-    from harness.gate.versions import baseline_commit, checked_out, folder_version, working_tree
+    from harness.gate.versions import (
+        INSTALLED,
+        baseline_commit,
+        checked_out,
+        folder_version,
+        own_repository,
+        working_tree,
+    )
+    from harness.kernels.names import is_plugin
     from harness.text import plural, progress
 
     cells = choose(cells, glob=options.cells, kernels=options.kernel)
+    if not (options.trust_kernels or options.kernel or options.timing_only):
+        refuse_foreign(cells, options.folder)
     settings = TimingSettings(
         min_effect=options.min_effect,
         must_see=options.must_see,
@@ -175,16 +201,21 @@ def _time(options: argparse.Namespace, cells: "ChosenCells", outcome: "GateOutco
         # Drawn here, so that it can be told: the same night once more.
         seed=random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed,
     )
-    head = working_tree()
+    # In somebody's own repository harness comes from where it is installed, and both kernels are timed with it.
+    own = own_repository()
+    if own is not None and not any(map(is_plugin, (case.kernel for case in cells.cases))):
+        raise BadInput(f"{own} is your own repository: name its kernel to be timed, --kernel FILE.py:FUNCTION")
+    installed = None if own is None else INSTALLED
+    head = working_tree(own, installed=installed)
     with contextlib.ExitStack() as stack:
         if options.base_dir is not None:
-            base = folder_version(options.base_dir)
+            base = folder_version(options.base_dir, installed=installed)
         else:
             unsaid = not options.base and options.timing_only is not None  # else the exact part has said so
             if unsaid and (warning := read_baseline(cells.suite, options.baseline)[1].warning):
                 print(f"harness: {warning}", file=sys.stderr)
             revision = options.base or baseline_commit(cells.suite, options.baseline)
-            base = stack.enter_context(checked_out(revision, head.root))
+            base = stack.enter_context(checked_out(revision, head.root, installed=installed))
         report = stack.enter_context(progress(len(cells.cases), Console(stderr=True, quiet=options.quiet)))
         verdicts = judge_times(base, head, cells.cases, settings, progress=report)
     left_out = (

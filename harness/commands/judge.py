@@ -14,6 +14,9 @@ groups, head dims, masks with their extremes, dtypes, threads, modes, strides, g
 covering design chooses the calls; each answer is held to a float64 golden by the rule of docs/acceptance-rule.md. A
 kernel of yours runs in a process of its own: what it writes into its inputs or beside them, or leaves changed, is seen.
 
+Of a wrong kernel it says what is wrong (docs/diagnosis.md), where, and the smallest call that shows it, which is
+written to repro_FUNCTION.py: a script that ends with 1, and a test for pytest.
+
 A NotImplementedError is a refusal, never an error. Numbers are new in every run; the seed that is printed repeats them.
 """
 EPILOG = """\
@@ -49,6 +52,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=_seed, help="repeat the calls of an earlier run")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every finding to a file")
     parser.add_argument("--all", action="store_true", help="go on after failures")
+    parser.add_argument(
+        "--repro", metavar="DIR", type=Path, default=Path(), help="where to write repro_FUNCTION.py (here)"
+    )
+    parser.add_argument("--no-diagnosis", action="store_true", help="only whether it is right, not what is wrong")
     parser.add_argument("--strict", action="store_true", help="rounded worse than the reference is a failure")
 
 
@@ -57,17 +64,28 @@ def execute(options: argparse.Namespace) -> int:
 
     from harness import store
     from harness.battery.session import ABOUT, judge
+    from harness.battery.subject import examinee_of
+    from harness.candidate.client import Process
+    from harness.candidate.zygote import Zygote
+    from harness.diagnosis.session import diagnose
     from harness.report.judgement import print_judgement
 
+    examinee = examinee_of(options.kernel, zygote=Zygote())  # before torch has made a thread
     with progress(ABOUT, Console(stderr=True, quiet=options.quiet)) as report:
         found = judge(
-            options.kernel,
+            examinee,
             minutes=options.minutes,
             seed=options.seed,
             go_on=options.all,
             strict=options.strict,
             on_finding=lambda done, planned, finding: report(done, f"{finding.group}: {finding.call[:60]}"),
         )
+    diagnosis = None if options.no_diagnosis else diagnose(examinee, found)
+    if isinstance(examinee, Process):
+        examinee.stop()
+    if diagnosis is not None and diagnosis.shrunk is not None and diagnosis.shrunk.script:
+        options.repro.mkdir(parents=True, exist_ok=True)
+        (options.repro / diagnosis.file_name).write_text(diagnosis.shrunk.script)
     if options.json is not None:
         whole = {
             "kernel": found.kernel,
@@ -78,9 +96,10 @@ def execute(options: argparse.Namespace) -> int:
             "seconds": found.seconds,
             "planned": found.planned,
             "refused": found.refused,
+            "diagnosis": None if diagnosis is None else diagnosis.row(),
             "findings": found.table().to_dict("records"),
         }
         store.write_atomically(options.json, (json.dumps(strict_json(whole), indent=1) + "\n").encode())
     if not options.quiet:
-        print_judgement(found, terminal())
+        print_judgement(found, terminal(), diagnosis)
     return EQUAL if found.passed else NOT_EQUAL

@@ -113,7 +113,7 @@ def _write(wanted: str, runs: "Sequence[StoredRun]", path: Path) -> Path:
         import pandas as pd
 
         several = [run.frame.assign(run=run.label) if len(runs) > 1 else run.frame for run in runs]
-        text = pd.concat(several, ignore_index=True).to_csv(index=False, lineterminator="\n")
+        text = store.csv_text(pd.concat(several, ignore_index=True))
         store.write_atomically(path, text.encode())
     else:
         texts = [summary_markdown(run.frame, run.environment, suite=run.label) for run in runs]

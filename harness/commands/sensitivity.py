@@ -20,15 +20,19 @@ exit codes:  0 all seen in float32 and float64 but for what arithmetic explains,
              1 less than that, or the right attention itself is not ok in some cell   2 bad input   3 a bug in harness
 
 examples:
-  harness sensitivity                                      every saboteur over configs/default.yaml
-  harness sensitivity configs/smoke.yaml                   the same over a small grid
+  harness sensitivity                                      every saboteur over the default grid
+  harness sensitivity smoke                                the same over a small grid
   harness sensitivity --only softmax_over_queries --jobs 1
 """
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", default="configs/default.yaml", help="default: configs/default.yaml"
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        default="default",
+        help="a file, or a name (default: default)",
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="the study's folder (default: a new one under results/)"

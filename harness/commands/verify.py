@@ -186,6 +186,6 @@ def _write(folder: Path, found: "Sequence[Verification]", where: "Environment") 
     layers = [each.layers for each in found if not each.layers.empty] or [found[0].layers]
     tables = {TABLE: pd.DataFrame([each.row() for each in found]), LAYERS: pd.concat(layers, ignore_index=True)}
     for name, frame in tables.items():
-        store.write_atomically(folder / name, frame.to_csv(index=False, lineterminator="\n").encode())
+        store.write_atomically(folder / name, store.csv_text(frame).encode())
     store.write_atomically(folder / MARKDOWN, verification_markdown(found, where).encode())
     store.write_environment(folder, where)

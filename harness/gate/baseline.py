@@ -4,6 +4,7 @@ A run's folder comes in as a `GatedRun`, read once; a baseline goes out and come
 """
 
 import hashlib
+import io
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from harness import store
 from harness.environment import Environment
 from harness.gate.findings import BASELINE_COLUMNS, GATED, METRICS, PEAK, GateError, changed, lacking, rows_by_id
 from harness.record import EQUAL_STATUSES, FAILING, STATUSES
 from harness.text import plural
+from harness.yaml_lines import YamlError, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,11 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """The run's saved config, which has a name, and its hash."""
     path = Path(folder) / store.CONFIG
     try:
-        data = path.read_bytes()
-        config = yaml.safe_load(data.decode())
+        data = store.read_regular(path)
+        config = parse(data.decode("utf-8-sig")).plain()
     except FileNotFoundError:
         raise GateError(f"there is no run in {folder}: it has no {store.CONFIG}; `harness run` makes one") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (YamlError, UnicodeDecodeError) as error:
         raise GateError(f"{path}: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("name"), str) or not config["name"]:
         raise GateError(f"{path} has no `name`, so the run's suite is not known")
@@ -70,7 +71,7 @@ class Provenance:
     commit: str | None
     config_sha256: str
     environment: Environment
-    table_sha256: str | None = None  # of the CSV beside it; none in those accepted before it was kept
+    table_sha256: str | None = None  # of the CSV beside it; without it the gate fails
 
     @property
     def warning(self) -> str | None:
@@ -133,12 +134,14 @@ def _moved(before: Provenance, after: Provenance) -> list[str]:
 def read_baseline(suite: str, baseline_dir: Path) -> tuple[pd.DataFrame, Provenance]:
     csv, about = _paths(suite, baseline_dir)
     if not csv.exists() or not about.exists():
-        absent = csv if not csv.exists() else about
-        raise GateError(f"no baseline {absent}; accept a run as baseline with: harness gate --accept")
+        lost = csv if not csv.exists() else about
+        raise GateError(f"no baseline {lost}; accept a run as baseline with: harness gate --accept")
     try:
-        frame = pd.read_csv(csv, dtype={name: store.dtype(name) for name in BASELINE_COLUMNS}, keep_default_na=False,
-                            na_values={name: [""] for name in BASELINE_COLUMNS})  # fmt: skip
-        data = json.loads(about.read_text(encoding="utf-8"))
+        types = {name: store.dtype(name) for name in BASELINE_COLUMNS}
+        absent = {name: [""] for name in BASELINE_COLUMNS}
+        table = io.BytesIO(store.read_regular(csv))
+        frame = pd.read_csv(table, dtype=types, keep_default_na=False, na_values=absent)
+        data = json.loads(store.read_regular(about).decode())
         provenance = Provenance(**{**data, "environment": Environment.from_json(json.dumps(data["environment"]))})
     except (ValueError, TypeError, KeyError) as error:
         raise GateError(f"the baseline {csv} or {about.name} is broken: {error}") from error
@@ -155,8 +158,10 @@ def edited(provenance: Provenance, baseline_dir: Path) -> str | None:
     """Whether the table is not what was accepted, in words. A line taken out by hand would come back as a new cell, and
     guard nothing until then."""
     csv, about = _paths(provenance.suite, baseline_dir)
-    if provenance.table_sha256 in (None, _table_hash(csv.read_bytes())):
+    if provenance.table_sha256 == _table_hash(store.read_regular(csv)):
         return None
+    if provenance.table_sha256 is None:
+        return f"{about.name} has no hash of {csv}, so nobody knows whether it is what was accepted; accept a run"
     return f"{csv} is not what was accepted (its hash differs from that in {about.name}); accept a run, or put it back"
 
 

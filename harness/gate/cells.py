@@ -10,9 +10,11 @@ from pydantic_core import PydanticCustomError
 from harness.case import BATTERY, CASE_FIELDS, Case
 from harness.errors import BadInput
 from harness.gate.baseline import GatedRun
+from harness.kernels.names import is_plugin
 from harness.record import EQUAL_STATUSES
 from harness.suite.config import load_suite, threads_of
 from harness.suite.schema import resolve_kernel
+from harness.text import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,16 @@ def choose(cells: ChosenCells, *, glob: str | None, kernels: Sequence[str]) -> C
         found = f"none of {len(cells.cases)} cells is like {glob!r}" if glob is not None else "there are none"
         raise BadInput(f"no cell to time: {found}")
     return replace(cells, cases=cases, not_chosen=offered - len(cases))
+
+
+def refuse_foreign(cells: ChosenCells, folder: Path) -> None:
+    """A run's folder may be anybody's, and to time a kernel that it names is to run that file."""
+    named = [kernel for kernel in dict.fromkeys(case.kernel for case in cells.cases) if is_plugin(kernel)]
+    if named:
+        raise BadInput(
+            f"{folder}: its records name code to be run: {', '.join(map(plain, named))}; if you trust that, add "
+            "--trust-kernels, or name your own with --kernel"
+        )
 
 
 def _known(kernel: str) -> str:

@@ -47,7 +47,7 @@ def add(folder: Path, history: Path) -> tuple[Path, bool]:
     if not run.stored.records:
         raise HistoryError(f"{folder} has no cells, so there is nothing to keep")
     # What tells runs apart, wherever their folders are.
-    checksum = hashlib.sha256((run.folder / store.RECORDS).read_bytes()).hexdigest()[:12]
+    checksum = hashlib.sha256(store.read_regular(run.folder / store.RECORDS)).hexdigest()[:12]
     into = Path(history) / store.slug(run.suite)
     into.mkdir(parents=True, exist_ok=True)
     time = _time(run.folder)

@@ -49,16 +49,17 @@ class Process:
 
     def __init__(self, version: Version, *, threads: int, allowed: int | None, path: Sequence[str]) -> None:
         self._version = version
-        worker = version.root / WORKER
+        worker = version.harness / WORKER
         if not worker.is_file():
             raise ProtocolError(version, None)
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         self._output, printed = os.pipe()
         try:
+            command = [sys.executable, "-P", str(worker), str(version.harness), str(requests), str(answers)]
             self._process = subprocess.Popen(
                 # -P: its folder holds a statistics.py, which would hide Python's own.
-                [sys.executable, "-P", str(worker), str(version.root), str(requests), str(answers), str(os.getpid())],
+                [*command, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,

@@ -8,7 +8,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from harness.case import Case
+from harness.errors import BadInput
 from harness.gate.findings import TimingSettings
 from harness.gate.process import Died, Hung, Process, Refused
 from harness.gate.statistics import MIN_ROUNDS, is_far
 from harness.gate.versions import Version
 from harness.kernels.names import is_plugin
+from harness.kernels.sources import INSTALLED
 from harness.suite.schema import Limits
 from harness.workers.process import allowed_bytes
 
@@ -38,6 +40,10 @@ AGAIN = 16  # rounds of the second measurement, at which nobody looks before its
 FIRST = 0.6  # of the seconds
 OVERTIME = 1.0  # of a measurement's seconds, for those that cannot have the fewest rounds of any use before
 LONG_OVERTIME = 9.0  # the same for those that are far from unchanged by what there is
+
+
+class SameOnBothSides(BadInput):
+    """There is nothing to compare; the message names the file."""
 
 
 class CellFailed(Exception):
@@ -102,20 +108,51 @@ class VersionProcesses:
 
     def _start(self, side: str) -> Process:
         version = self._versions[side]
-        roots = {each.root for each in self._versions.values()}
-        # What the parent can import, but a version's own tree is for that version alone.
-        path = [entry for entry in sys.path if entry and Path(entry).resolve() not in roots]
+        own = [] if version.installed is None else [str(version.root)]
+        path = [*own, *(self._in_tree_of(entry, side) for entry in sys.path if entry and not self._is_a_tree(entry))]
         return Process(version, threads=self._settings.threads, allowed=self._allowed, path=path)
+
+    def _is_a_tree(self, entry: str) -> bool:
+        """What the parent can import, but a version's own tree is for that version alone."""
+        return Path(entry).resolve() in {tree for each in self._versions.values() for tree in (each.root, each.harness)}
+
+    def _in_tree_of(self, place: str | Path, side: str) -> str:
+        """The same place in the version's own tree, if it lies in the head's and is not installed there."""
+        path, head = Path(place).resolve(), self._versions["head"].root
+        if not path.is_relative_to(head) or any(name in path.parts for name in INSTALLED):
+            return str(place)
+        return str(self._versions[side].root / path.relative_to(head))
 
     def kernel(self, name: str, side: str) -> str:
         """A user's file inside the head's tree is taken from each version's own; elsewhere both have the same."""
         place, _, function = name.rpartition(":")
         if not is_plugin(name) or not place.endswith(".py"):
             return name
-        path, head = Path(place).resolve(), self._versions["head"].root
-        if path.is_relative_to(head):
-            path = self._versions[side].root / path.relative_to(head)
-        return f"{path}:{function}"
+        return f"{self._in_tree_of(Path(place).resolve(), side)}:{function}"
+
+    def refuse_same(self, kernels: Iterable[str]) -> None:
+        """A file that both sides run is as fast as itself, whatever has changed: never a pass."""
+        for kernel in filter(is_plugin, kernels):
+            used = {side: self._files_of(kernel, side) for side in self._versions}
+            head, base = self._versions["head"].root, self._versions["base"].root
+            wrong = [file for file in used["base"] if file.is_relative_to(head) and not file.is_relative_to(base)]
+            same = [file for file in used["base"][:1] if file in used["head"]]
+            if base != head and (found := [*same, *wrong]):
+                raise SameOnBothSides(
+                    f"kernel {kernel}: both sides would run the same file, {found[0]}, so there is nothing to compare: "
+                    "it must lie in the repository, and be imported from there (no PYTHONPATH or sys.path that leads "
+                    "elsewhere)"
+                )
+
+    def _files_of(self, kernel: str, side: str) -> list[Path]:
+        """Those of the user's that one side's process has loaded, the kernel's own first."""
+        name = self.kernel(kernel, side)
+        try:
+            listed = self.member(side, 0).ask("sources", self._settings.timeout_s, kernel=name)["files"]
+        except (Refused, Died):  # told when its cells are built; or of a version that cannot be asked
+            self.lose(side, 0)
+            listed = [name.rpartition(":")[0]] if name.rpartition(":")[0].endswith(".py") else []
+        return [Path(file).resolve() for file in listed]
 
 
 class Sampler:

@@ -17,6 +17,7 @@ from harness.gate.findings import TimingSettings, TimingVerdict, TimingWord
 from harness.gate.sampling import AGAIN, FIRST, LOOKS, CellFailed, Round, Sampler, VersionProcesses, stack
 from harness.gate.statistics import Estimate, Level
 from harness.gate.versions import Version
+from harness.text import plain
 
 ATTEMPTS = 2  # a process that died in a cell, or refused it, may have been damaged by an earlier one: a fresh one tells
 MOST_HANGS = 3  # cells; each costs its whole time limit, and a night has hundreds
@@ -60,7 +61,8 @@ def judge_times(
         try:  # apart from the first cell, so that it is not charged to that
             processes.muster()
         except CellFailed as failure:
-            raise TimingError(f"the {failure.side} cannot be timed: {failure.reason}") from None
+            raise TimingError(f"the {failure.side} cannot be timed: {plain(failure.reason)}") from None
+        processes.refuse_same(dict.fromkeys(case.kernel for case in cases))
         # Neighbours of a grid are alike, and a minute's trouble would hit all of them: in random order it does not.
         for done, cell in enumerate(night.chance.sample(cells, len(cells))):
             report(done, cell.case.case_id)

@@ -29,41 +29,68 @@ class VersionError(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A tree that holds a `harness` package. `commit` is None outside git."""
+    """A tree of kernels, and the one that holds its `harness` package: the same, or where harness is installed.
+    `commit` is None outside git."""
 
     name: str  # for people
     root: Path
     commit: str | None = None
     dirty: bool | None = None
+    installed: Path | None = None  # what holds the `harness` package, where the tree itself does not
+
+    @property
+    def harness(self) -> Path:
+        return self.installed or self.root
 
 
-def working_tree(folder: Path | None = None) -> Version:
+INSTALLED = Path(__file__).resolve().parents[2]
+
+
+def own_repository(folder: Path | None = None) -> Path | None:
+    """The top of the git repository around the folder (or the current one), if it is not harness's own."""
+    top = _top_of(folder or Path.cwd())
+    if top is None:
+        return None
+    is_ours = INSTALLED.is_relative_to(top) and _ask_git(top, "ls-files", "--error-unmatch", str(INSTALLED / MARK))
+    return None if is_ours else top
+
+
+def _top_of(folder: Path) -> Path | None:
+    top = _ask_git(folder, "rev-parse", "--show-toplevel")
+    return Path(top).resolve() if top else None
+
+
+def working_tree(folder: Path | None = None, *, installed: Path | None = None) -> Version:
     """The tree that this very package was imported from (or `folder`), with whatever is not committed."""
-    root = (folder or Path(__file__).parents[2]).resolve()
-    _refuse_without_harness(root, str(root))
+    root = (folder or INSTALLED).resolve()
+    if installed is None:
+        _refuse_without_harness(root, str(root))
     commit = _ask_git(root, "rev-parse", "--verify", "HEAD")
     if commit is None or not _is_inside_git(root):
-        return Version("working tree", root)
-    # The harness alone: a changed README times like an unchanged one.
-    dirty = bool(_ask_git(root, "status", "--porcelain", "--", "harness"))
-    return Version(f"{commit[:9]}{' with changes that are not committed' if dirty else ''}", root, commit, dirty)
+        return Version("working tree", root, installed=installed)
+    # Of harness's own tree harness alone: a changed README times like an unchanged one.
+    where = ("--", "harness") if installed is None else ("--untracked-files=no",)
+    dirty = bool(_ask_git(root, "status", "--porcelain", *where))
+    name = f"{commit[:9]}{' with changes that are not committed' if dirty else ''}"
+    return Version(name, root, commit, dirty, installed)
 
 
-def folder_version(folder: Path) -> Version:
+def folder_version(folder: Path, *, installed: Path | None = None) -> Version:
     """A tree given as it is, by people without git."""
     root = Path(folder).resolve()
     if not root.is_dir():
         raise VersionError(f"--base-dir {folder}: there is no such folder")
-    _refuse_without_harness(root, f"--base-dir {folder}")
-    return Version(str(folder), root)
+    if installed is None:
+        _refuse_without_harness(root, f"--base-dir {folder}")
+    return Version(str(folder), root, installed=installed)
 
 
 @contextlib.contextmanager
-def checked_out(revision: str, repository: Path | None = None) -> Iterator[Version]:
+def checked_out(revision: str, repository: Path | None = None, *, installed: Path | None = None) -> Iterator[Version]:
     """A git worktree of the revision in a temporary folder, which is gone afterwards: also after Ctrl-C or SIGTERM."""
-    repository = (repository or Path(__file__).parents[2]).resolve()
+    repository = (repository or INSTALLED).resolve()
     commit = resolve(revision, repository)
-    if _ask_git(repository, "cat-file", "-e", f"{commit}:./{MARK.as_posix()}") is None:
+    if installed is None and _ask_git(repository, "cat-file", "-e", f"{commit}:./{MARK.as_posix()}") is None:
         raise VersionError(f"--base {revision}: {commit[:9]} has no {MARK} to be timed")
     with tempfile.TemporaryDirectory(prefix="harness-gate-") as parent, _terminated_as_interrupt():
         tree = Path(parent) / "base"
@@ -73,7 +100,7 @@ def checked_out(revision: str, repository: Path | None = None) -> Iterator[Versi
             _git(repository, *added, purpose=f"check out {commit[:9]} into a worktree")
             prefix = _ask_git(repository, "rev-parse", "--show-prefix") or ""
             name = commit[:9] if commit.startswith(revision) else f"{revision} ({commit[:9]})"
-            yield Version(name, (tree / prefix).resolve(), commit, False)
+            yield Version(name, (tree / prefix).resolve(), commit, False, installed)
         finally:
             # This worktree and no other: `prune` would also take the user's own whose disk is away.
             remove = ("worktree", "remove", "--force", "--force", str(tree))
@@ -100,7 +127,7 @@ def baseline_commit(suite: str, baseline_dir: Path) -> str:
     """The commit that the accepted baseline of a suite came from."""
     path = Path(baseline_dir) / f"{store.slug(suite)}.json"
     try:
-        commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
+        commit = json.loads(store.read_regular(path).decode())["commit"]
     except FileNotFoundError:
         raise VersionError(f"--base: there is no {path} to take the commit from; name a revision: --base REV") from None
     except (ValueError, KeyError, TypeError) as error:

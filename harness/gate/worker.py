@@ -6,6 +6,7 @@ length of 8 bytes and then JSON (harness/candidate/channel.py), and each answere
 
     {"protocol": 1, "threads": 2, "allowed": BYTES or null, "path": [...]}  hello: -> {"ready": PID, "protocol": 1}
     {"do": "build", "cell": {"fields": {...}, "seed": 0, "shift": 7}}       a Case's fields: -> {"built": true}
+    {"do": "sources", "kernel": "mine.py:f"}       the user's own files of it: -> {"files": [...]}
     {"do": "time", "sample": {"side": "candidate", "calls": 6, "warm": 1}}  or "reference": -> {"seconds": 0.001}
 
 What cannot be done is answered by {"refused": "ValueError: why"}, a hello by that with "protocol" as well. A hello and
@@ -109,10 +110,24 @@ class Server:
                 gc.collect()
                 self.cell = TimedCell(**request["cell"])
                 return {"built": True}
+            if request["do"] == "sources":
+                return {"files": _files_of(request["kernel"])}
             assert self.cell is not None, "nothing is built"
             return {"seconds": self.cell.time(**request["sample"])}
         except BaseException as failure:  # someone's unfinished code: whatever it raises is the reason
             return {"refused": _reason(failure)}
+
+
+def _files_of(kernel: str) -> list[str]:
+    """Of the user's own code that the kernel is, the kernel's own file first; it is loaded for that."""
+    from harness.kernels.front import find_kernel
+    from harness.kernels.sources import is_local, sources_of
+
+    find_kernel(kernel)
+    loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    files = [str(each.path.resolve()) for each in sources_of(kernel)]
+    own = (file for file in loaded if file and os.path.isabs(file) and is_local(Path(file)))  # torch has relative ones
+    return [*files, *(file for file in own if file not in files)]
 
 
 def _reason(failure: BaseException) -> str:

@@ -199,6 +199,7 @@ class Kernel:
     process: Any = None  # of a user's kernel that is judged: where it lives (`candidate.client.Process`)
     tally: Tally | None = None  # where an approximate kernel counts what it left out
     domain: Domain = EVERYTHING  # what it is for
+    counted: Callable[[], None] | None = None  # for a module that has no kernel: what it calls when it runs
 
 
 class Counter:
@@ -208,10 +209,13 @@ class Counter:
         self.kernel, self.calls = kernel, 0
 
     def as_kernel(self) -> Kernel:
-        return dataclasses.replace(self.kernel, run=self.run)
+        return dataclasses.replace(self.kernel, run=self.run, counted=self.count)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    def count(self) -> None:
         # A compiled graph would be made anew for every count.
         if not torch.compiler.is_compiling():
             self.calls += 1
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        self.count()
         return self.kernel.run(q, k, v, call)

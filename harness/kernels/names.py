@@ -26,6 +26,7 @@ MACHINERY = frozenset(
         "call",
         "plugin",
         "prefill",
+        "sources",
         "shield",
         "front",
         "threads",

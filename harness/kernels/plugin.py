@@ -17,6 +17,8 @@ from harness.kernels.call import AttentionCall, Kernel, Unsupported
 from harness.kernels.domain import ATTRIBUTE, domain_of
 from harness.kernels.domain_file import domain_file, read_domains
 from harness.kernels.layouts.layout import adapt
+from harness.kernels.sources import digest_of, sources_of
+from harness.text import plain
 
 MOST_TOLD = 2000  # characters
 
@@ -83,7 +85,10 @@ def find_kernel_function(spec: str) -> tuple[Callable[..., Any], str]:
     Whatever its own layout is, and wherever its domain is declared: at the function, or in a file beside its own.
     """
     function, origin = find_function(spec)
-    path, _, digest = origin.rpartition(" sha256:")
+    path, _, _ = origin.rpartition(" sha256:")
+    sources = sources_of(spec)
+    if len(sources) > 1:  # an edited helper, or another domain, is another kernel: a run is not resumed with it
+        origin = f"{path} sha256:{digest_of(sources)[:16]}"
     file = domain_file(Path(path))
     if not path or not file.is_file():
         return adapt(function), origin
@@ -91,9 +96,7 @@ def find_kernel_function(spec: str) -> tuple[Callable[..., Any], str]:
     domain = read_domains(file, _callables(_import(spec)[0])).get(attribute)
     if domain is not None and hasattr(function, ATTRIBUTE):
         raise PluginError(f"{spec}: its domain is declared twice, by its decorator and in {file}")
-    # Another domain is another kernel: a run is not resumed with it.
-    both = hashlib.sha256(f"{digest} ".encode() + file.read_bytes()).hexdigest()
-    return adapt(function, domain), f"{path} sha256:{both[:16]}"
+    return adapt(function, domain), origin
 
 
 def find_function(spec: str) -> tuple[Callable[..., Any], str]:
@@ -108,12 +111,11 @@ def find_function(spec: str) -> tuple[Callable[..., Any], str]:
 
 
 def file_digest(spec: str) -> str | None:
-    """Of the file that `file.py:name` names, and of the domains beside it, as they are now; None for a module."""
-    place = Path(spec.rpartition(":")[0])
-    if place.suffix != ".py":
-        return None
-    domains = domain_file(place)
-    return hashlib.sha256(_source(place) + (_source(domains) if domains.is_file() else b"")).hexdigest()
+    """Of the files that the kernel is made of, as they are now; None where none of them is the user's own."""
+    if spec.rpartition(":")[0].endswith(".py"):
+        _source(Path(spec.rpartition(":")[0]))  # told, where it cannot be read
+    sources = sources_of(spec)
+    return digest_of(sources) if sources else None
 
 
 def _callables(module: Any) -> list[str]:
@@ -177,4 +179,4 @@ def _execute(importing: Callable[[], Any], place: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's file raises while it is imported
-        raise PluginError(f"{place}: importing it raised {told(error)}") from error
+        raise PluginError(f"{place}: importing it raised {plain(told(error))}") from error

@@ -75,7 +75,7 @@ def run(
     cells = tuple(found[case.case_id] for case in cases)
     study = Study(suite.name, cells, stands_for, time.perf_counter() - started)
     for name, frame in ((TABLE, findings_frame(cells)), (CELLS, cells_frame(cells))):
-        store.write_atomically(folder / name, frame.to_csv(index=False, lineterminator="\n").encode())
+        store.write_atomically(folder / name, store.csv_text(frame).encode())
     return study, folder
 
 

@@ -93,7 +93,7 @@ class StudiedCell:
         self.case, self.seed = case, case.seed(seed)
         self.right = build_pair(case, judged_kernel(case.kernel), self.seed)
         # Our kernels promise not to leak what is behind a mask, so what takes their place is held to NaN too.
-        self.referee = Referee(self.right, regimes, seed=self.seed, poison=float("nan"))
+        self.referee = Referee(self.right, regimes, seed=self.seed, poison=self.right.poison)
 
     def pair_with(self, kernel: Kernel) -> Pair:
         """The same reference beside a fresh candidate around `kernel`."""

@@ -37,31 +37,44 @@ def write_benchmarks(folder: Path, records: Sequence[Record]) -> Path | None:
         return None
     environment = store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None
     finished = datetime.fromtimestamp((folder / store.RECORDS).stat().st_mtime, UTC)
-    document = {
+    whole = document(benchmarks, environment, finished)
+    store.write_atomically(path, json.dumps(whole, indent=1, ensure_ascii=True, allow_nan=False).encode())
+    return path
+
+
+def document(
+    benchmarks: Sequence[dict[str, Any]], environment: Environment | None, finished: datetime | None = None
+) -> dict[str, Any]:
+    """The whole file, of entries."""
+    return {
         "machine_info": _machine(environment),
         "commit_info": _commit(environment),
-        "benchmarks": benchmarks,
-        "datetime": finished.isoformat(),
+        "benchmarks": list(benchmarks),
+        "datetime": (finished or datetime.now(UTC)).isoformat(),
         "version": SCHEMA,
     }
-    store.write_atomically(path, json.dumps(document, indent=1, ensure_ascii=True, allow_nan=False).encode())
-    return path
+
+
+def entry(
+    name: str, side: str, samples: Sequence[float], *, extra: dict[str, Any], params: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "group": name,
+        "name": f"{name}[{side}]",
+        "fullname": f"harness::{name}[{side}]",
+        "params": params,
+        "param": side,
+        "extra_info": extra,
+        "options": OPTIONS,
+        "stats": describe(samples),
+    }
 
 
 def _benchmarks(record: Record) -> list[dict[str, Any]]:
     extra = strict_json({name: getattr(record, name) for name in METRICS})
     axes = {name: getattr(record, name) for name in CASE_FIELDS}
     return [
-        {
-            "group": record.case_id,
-            "name": f"{record.case_id}[{side}]",
-            "fullname": f"harness::{record.case_id}[{side}]",
-            "params": axes | {"side": side},
-            "param": side,
-            "extra_info": extra,
-            "options": OPTIONS,
-            "stats": describe(samples),
-        }
+        entry(record.case_id, side, samples, extra=extra, params=axes | {"side": side})
         for side, samples in record.samples_s.items()
         if samples
     ]

@@ -12,6 +12,7 @@ from harness.report import story
 from harness.report.page import StoredRun
 from harness.report.summary import DISTURBED, judge
 from harness.report.terminal import print_entry, say
+from harness.store import csv_text
 from harness.text import ABSENT, interval, number, plain, plural, ratio, small
 
 SHOWN = 20
@@ -61,7 +62,7 @@ def csv(cells: Sequence[Difference], *, everything: bool = False) -> str:
                                "x_ref_apart": cell.speed_apart})  # fmt: skip
     columns = ["case_id", "change", *(f"{name}_{side}" for side in "ab" for name in NUMBERS),
                "err_factor", "x_ref_factor", "x_ref_apart"]  # fmt: skip
-    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")
+    return csv_text(pd.DataFrame(rows, columns=columns))
 
 
 def mark_of(cell: Difference) -> str:

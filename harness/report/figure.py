@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.errors import BadInput
+from harness.report.page import refuse_without_packages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,7 @@ def save(runs: "Sequence[StoredRun]", path: Path) -> None:
     """PNG or SVG, by the file's ending; drawn offline."""
     if path.suffix not in (".png", ".svg"):
         raise BadInput(f"{path}: must end in .png or .svg")
+    refuse_without_packages(path)
     chart = tradeoffs(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     chart.save(str(path), **({"scale_factor": 2} if path.suffix == ".png" else {}))

@@ -16,6 +16,7 @@ from harness.text import first_line, plain, plural, ratio
 
 if TYPE_CHECKING:
     from harness.battery.result import Finding, Judgement
+    from harness.diagnosis.result import Diagnosis
 
 HEADLINES = {
     "ok": ("RIGHT", "bold green"),
@@ -54,18 +55,20 @@ COLUMNS = (
 )
 
 
-def print_judgement(found: "Judgement", console: Console) -> None:
+def print_judgement(found: "Judgement", console: Console, diagnosis: "Diagnosis | None" = None) -> None:
     word, style = HEADLINES[found.status]
     asked = plural(len(found.findings), "check", "checks")
     say(
         console,
         Text.assemble((word, style), f"  {plain(found.kernel)}: {asked}, {found.calls:,} calls, {found.seconds:.0f} s"),
     )
-    for finding in (shown := _worst_first(found))[:SHOWN]:
+    if diagnosis is not None:
+        print_diagnosis(diagnosis, console)
+    for finding in (shown := _worst_first(found))[: (most := SHOWN if diagnosis is None else 1)]:
         print_entry(console, (finding.status, "red"), f"{finding.group}, {finding.check}", finding.call)
         say(console, f"              {first_line(finding.reason)}")
-    if len(shown) > SHOWN:
-        say(console, f"  and {len(shown) - SHOWN} more, see --json")
+    if len(shown) > most:
+        say(console, f"  and {len(shown) - most} more, see --json")
     console.print()
     groups: dict[str, list[Finding]] = {}
     for finding in found.findings:
@@ -85,20 +88,49 @@ def print_judgement(found: "Judgement", console: Console) -> None:
     say(console, f"again, with the same numbers: harness judge {plain(found.kernel)} --seed {found.seed}", whole=True)
 
 
-def judgement_text(found: "Judgement") -> str:
-    """The same without colours, for the message of an assertion."""
+def print_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
+    """What is wrong, where, and the smallest call that shows it."""
+    for mark, words in diagnosis_lines(diagnosis):
+        say(console, Text.assemble("  ", (f"{mark:<10}", "bold"), words))
+    if diagnosis.place is not None:
+        say(console, *(f"            {line}" for line in diagnosis.place.picture), style="dim", whole=True)
+    console.print()
+
+
+def diagnosis_lines(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
+    """A word and what is to say of it."""
+    lines = [("what", diagnosis.headline)]
+    if (place := diagnosis.place) is not None:
+        lines += [("where", place.sentence)] if place.sentence != diagnosis.headline else []
+        lines += [("", place.worst)] if place.worst else []
+    lines += [("", note) for note in diagnosis.notes if note != diagnosis.headline]
+    if (shrunk := diagnosis.shrunk) is not None:
+        needs = f"; only with {', '.join(shrunk.needs)}" if shrunk.needs else ""
+        lines.append(("smallest", f"{shrunk.call}{needs}"))
+        lines += [("", f"python {diagnosis.file_name}, or pytest {diagnosis.file_name}")] if shrunk.script else []
+    return lines
+
+
+def judgement_text(found: "Judgement", diagnosis: "Diagnosis | None" = None) -> str:
+    """The same without colours, for the message of an assertion; the diagnosis comes first."""
     text = io.StringIO()
-    print_judgement(found, Console(file=text, width=120, color_system=None))
+    console = Console(file=text, width=120, color_system=None)
+    if diagnosis is not None:
+        worst = diagnosis.place.worst if diagnosis.place is not None else ""
+        say(console, f"{plain(found.kernel)} {diagnosis.headline}", *([worst] if worst else []), whole=True)
+        console.print()
+    print_judgement(found, console, diagnosis)
     return text.getvalue()
 
 
 def assert_kernel(kernel: Any, **options: Any) -> "Judgement":
     """For a test: `harness.judge`, and an AssertionError that says what is wrong, where, and how to see it again."""
     from harness.battery.session import judge
+    from harness.diagnosis.session import diagnose
 
     found = judge(kernel, **options)
     if not found.passed:
-        raise AssertionError(judgement_text(found))
+        raise AssertionError(judgement_text(found, diagnose(kernel, found, scripts=False)))
     return found
 
 

@@ -14,7 +14,7 @@ from harness.case import DTYPES, PHASES, Case
 from harness.kernels.names import OPTIONS, kernel_names, pick
 from harness.models.families.names import family_titles
 from harness.report.terminal import say
-from harness.suite.config import Suite
+from harness.suite.config import Suite, shipped_configs
 from harness.suite.schema import REGIMES, STRUCTURES
 from harness.text import ABSENT, count, ratio
 from harness.variants.masks import MASKS
@@ -47,6 +47,7 @@ def print_names(console: Console) -> None:
     kernels["FILE.py:FUNCTION"] = "your own, with SDPA's signature"
     _print_section(console, "kernels", kernels)
     _print_section(console, "model families", family_titles())
+    _print_section(console, "configs, for `harness run NAME`", shipped_configs())
     inputs = (("regimes", REGIMES), ("structured inputs, named as regimes", STRUCTURES))
     for title, names in (("phases", PHASES), ("dtypes", DTYPES), *inputs):
         console.print(f"[bold]{title}[/]  {', '.join(names)}", highlight=False)

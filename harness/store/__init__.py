@@ -3,6 +3,8 @@
 from harness.errors import StoreError as StoreError
 from harness.store.files import claim as claim
 from harness.store.files import new_folder as new_folder
+from harness.store.files import point as point
+from harness.store.files import read_regular as read_regular
 from harness.store.files import slug as slug
 from harness.store.files import write_atomically as write_atomically
 from harness.store.folder import LATEST as LATEST
@@ -10,6 +12,7 @@ from harness.store.folder import RunFolder as RunFolder
 from harness.store.manifest import COMPARED as COMPARED
 from harness.store.manifest import CONFIG as CONFIG
 from harness.store.manifest import ENVIRONMENT as ENVIRONMENT
+from harness.store.manifest import KERNELS as KERNELS
 from harness.store.manifest import MANIFEST as MANIFEST
 from harness.store.manifest import About as About
 from harness.store.manifest import Manifest as Manifest
@@ -19,9 +22,11 @@ from harness.store.manifest import sha256 as sha256
 from harness.store.manifest import take_shard as take_shard
 from harness.store.manifest import write_config as write_config
 from harness.store.manifest import write_environment as write_environment
+from harness.store.manifest import write_sources as write_sources
 from harness.store.reading import CSV as CSV
 from harness.store.reading import PARQUET as PARQUET
 from harness.store.reading import Stored as Stored
+from harness.store.reading import csv_text as csv_text
 from harness.store.reading import dtype as dtype
 from harness.store.reading import load as load
 from harness.store.reading import read as read

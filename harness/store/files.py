@@ -3,11 +3,13 @@
 A folder has one writer, who holds its lock; the kernel frees that when its owner dies, however that happens.
 """
 
+import errno
 import fcntl
 import os
 import re
 import shlex
 import socket
+import stat
 import sys
 import tempfile
 import weakref
@@ -42,6 +44,14 @@ def write_atomically(path: Path, data: bytes) -> None:
             error.filename = str(path)  # a full disk does not say which file it was
         raise
     sync_folder(path.parent)
+
+
+def read_regular(path: Path) -> bytes:
+    """Of a folder that somebody may have sent: a named pipe would block for ever, a device may never end."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise StoreError(f"{path} is not a regular file")
+        return file.read()
 
 
 def make_folder(path: Path) -> None:
@@ -103,8 +113,16 @@ class Lock:
 
 def _acquire(path: Path) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:  # what is written here must not land in another file, to which somebody's link leads
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise StoreError(f"{path} is a link, and a run's own never is; remove it") from None
+            raise
         try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+                raise StoreError(f"{path} is another file, too, or none; a run's own never is; remove it")
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _same_file(path, handle):
                 return handle

@@ -6,11 +6,12 @@ runs may share a table.
 
 import hashlib
 import json
+import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,18 +20,22 @@ import harness
 from harness.environment import Environment
 from harness.errors import BadInput, StoreError
 from harness.kernels.names import content_of
-from harness.store.files import write_atomically
+from harness.kernels.sources import SourceFile
+from harness.store.files import read_regular, write_atomically
 
+SCHEMA = 2  # of a run's folder; 1 had no number, no kernels' sources and no packages
+KERNELS = "kernels"  # the folder of their sources
 MANIFEST, CONFIG, ENVIRONMENT = "run.json", "config.yaml", "environment.json"
 # What a worker process imports, and so all that can change a record. To edit a report or the gate makes no other run.
 MEASURING = (
-    *("errors", "registry", "yaml_lines", "case", "record", "environment", "kernels", "candidate", "variants"),
-    *("references", "swaps", "suite", "cell", "battery", "workers"),
+    *("errors", "registry", "text", "yaml_lines", "case", "record", "environment", "kernels", "candidate", "variants"),
+    *("references", "swaps", "suite", "cell", "battery", "mutants", "diagnosis", "workers"),
 )
 # Numbers may move with these; memory, the commit and pandas move none.
 COMPARED = ("python", "torch", "numpy", "platform", "cpu", "threads")
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class Manifest:
     command: tuple[str, ...] | None = None  # what follows `harness`; None if it was started from Python
     changes: tuple[str, ...] = ()  # in spite of which it was resumed or merged
     parts: tuple[MergedPart, ...] = ()
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kernel -> its files, its own first
+    packages: dict[str, str] = field(default_factory=dict)  # all that was installed -> version
 
     @property
     def planned(self) -> tuple[str, ...]:
@@ -111,6 +118,7 @@ class About:
         ids = data.pop("case_ids")
         data |= {"cells": len(self.manifest.planned), "case_ids_sha256": _ids_sha256(ids), "case_ids": ids}
         data |= {"config": self.config, "environment": asdict(self.environment)}
+        data = {"schema": SCHEMA, **data}
         text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
         write_atomically(Path(folder) / MANIFEST, text.encode(errors="backslashreplace"))
         self.write_copies(folder)
@@ -136,7 +144,7 @@ def read_about(folder: Path) -> About | None:
     """None where there is no run.json: then nobody knows whether a cell is missing."""
     path = Path(folder) / MANIFEST
     try:
-        data = json.loads(path.read_bytes().decode())
+        data = json.loads(read_regular(path).decode())
         manifest = _decode(data)
         if data["cells"] != len(manifest.planned) or data["case_ids_sha256"] != _ids_sha256(manifest.case_ids):
             raise ValueError("its case_ids do not have the length or the checksum that it gives")
@@ -154,24 +162,37 @@ def _ids_sha256(ids: Sequence[str]) -> str:
 
 
 def _decode(data: dict[str, Any]) -> Manifest:
-    names = [f.name for f in fields(Manifest)]
-    expected = {*names, "cells", "case_ids_sha256", "config", "environment"}
-    if set(data) != expected:
-        raise ValueError(f"fields {sorted(data)}, expected {sorted(expected)}")
+    """Of this version, an older or a newer one: what is not there yet has its default, what is unknown is left out."""
     for name in ("suite", "config_sha256", "code"):
         if not isinstance(data[name], str):
             raise TypeError(f"{name} must be text")
-    kernels = data["kernels"]
-    if type(data["seed"]) is not int or not isinstance(kernels, dict) or {*map(type, kernels.values())} - {str}:
-        raise TypeError("seed must be a number, kernels must be texts by name")
-    checked = {
-        "shard": _shard(data["shard"]),
-        "case_ids": _texts(data["case_ids"]),
-        "command": None if data["command"] is None else _texts(data["command"]),
-        "changes": _texts(data["changes"]),
-        "parts": tuple(MergedPart(part["folder"], _shard(part["shard"]), part["cells"]) for part in data["parts"]),
-    }
-    return Manifest(**{name: data[name] for name in names} | checked)
+    if type(data["seed"]) is not int:
+        raise TypeError("seed must be a number")
+    if type(schema := data.get("schema", 1)) is not int:
+        raise TypeError("schema must be a number")
+    if schema > SCHEMA:
+        log.info("written by a newer harness (schema %d, this one knows %d): what is new is not shown", schema, SCHEMA)
+    command = data.get("command")
+    return Manifest(
+        suite=data["suite"],
+        config_sha256=data["config_sha256"],
+        code=data["code"],
+        seed=data["seed"],
+        kernels=_by_name(data["kernels"]),
+        shard=_shard(data["shard"]),
+        case_ids=_texts(data["case_ids"]),
+        command=None if command is None else _texts(command),
+        changes=_texts(data.get("changes", [])),
+        parts=tuple(MergedPart(p["folder"], _shard(p["shard"]), p["cells"]) for p in data.get("parts", [])),
+        sources={kernel: _texts(files) for kernel, files in data.get("sources", {}).items()},
+        packages=_by_name(data.get("packages", {})),
+    )
+
+
+def _by_name(values: Any) -> dict[str, str]:
+    if not isinstance(values, dict) or {*map(type, values.values())} - {str}:
+        raise TypeError(f"must be texts by name, not {values!r:.60}")
+    return values
 
 
 def _texts(values: Any) -> tuple[str, ...]:
@@ -223,6 +244,18 @@ def _short(value: object) -> str:
     return text[:12] if len(text) == 64 else text
 
 
+def write_sources(folder: Path, files: Iterable[SourceFile]) -> None:
+    """What a user's kernels are made of, as it was: places within the folder alone."""
+    root = Path(folder) / KERNELS
+    for each in files:
+        path = root / each.place
+        if not path.resolve().is_relative_to(root.resolve()):
+            raise StoreError(f"{each.path}: would be stored outside of {root}, as {each.place}")
+        if not path.exists() or read_regular(path) != each.data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, each.data)
+
+
 def write_config(folder: Path, text: str) -> None:
     write_atomically(Path(folder) / CONFIG, text.encode())
 
@@ -234,7 +267,7 @@ def write_environment(folder: Path, environment: Environment) -> None:
 def read_environment(folder: Path) -> Environment:
     path = Path(folder) / ENVIRONMENT
     try:
-        return Environment.from_json(path.read_text(encoding="utf-8"))
+        return Environment.from_json(read_regular(path).decode())
     except FileNotFoundError:
         raise StoreError(f"{path} does not exist") from None
     except ValueError as error:

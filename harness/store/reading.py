@@ -17,6 +17,7 @@ from harness.record import COLUMNS, Record
 from harness.store.files import write_atomically
 from harness.store.manifest import MANIFEST, Manifest, read_about
 from harness.store.records import TYPES, latest, read_lines
+from harness.text import plain
 
 CSV, PARQUET = "results.csv", "results.parquet"  # derived: they can be written again at any time
 # Nullable, so that one missing count neither becomes 0 nor turns its column into floats.
@@ -118,9 +119,28 @@ def table(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame(columns, columns=list(COLUMNS))
 
 
+FORMULA = ("=", "+", "-", "@")  # a spreadsheet runs a cell that begins with one of these
+
+
+def csv_text(frame: pd.DataFrame) -> str:
+    """For people and spreadsheets: a kernel's message stays one line, and a message."""
+    shown = frame.copy()
+    for name in shown.columns:
+        if pd.api.types.is_string_dtype(shown[name].dtype) or shown[name].dtype == object:
+            shown[name] = shown[name].map(_harmless, na_action="ignore")
+    return shown.to_csv(index=False, lineterminator="\n")
+
+
+def _harmless(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    text = plain(value)
+    return f"'{text}" if text.startswith(FORMULA) else text
+
+
 def write_tables(folder: Path, records: Sequence[Record]) -> pd.DataFrame:
     frame = table(records)
-    write_atomically(Path(folder) / CSV, frame.to_csv(index=False, lineterminator="\n").encode())
+    write_atomically(Path(folder) / CSV, csv_text(frame).encode())
     buffer = io.BytesIO()
     frame.to_parquet(buffer, index=False)
     write_atomically(Path(folder) / PARQUET, buffer.getvalue())

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from harness.errors import StoreError
 from harness.record import STATUSES, Record
+from harness.store.files import read_regular
 
 RECORDS = "records.jsonl"
 # Strict JSON knows no non-finite number, yet an infinite error is a result.
@@ -60,13 +61,11 @@ def loads(line: bytes, place: str) -> Record:
     if found != _seal_of(body):
         raise StoreError(f"{place}: {_why_unsealed(line, body)}")
     data = _parse(line, place)
-    if unknown := sorted(set(data) - {*TYPES, CRC}):
-        raise StoreError(f"{place}: unknown fields {', '.join(unknown)}; written by another version?")
     if missing := sorted(REQUIRED - set(data)):
         raise StoreError(f"{place}: missing fields {', '.join(missing)}")
     if data["status"] not in STATUSES:
         raise StoreError(f"{place}: unknown status {data['status']!r}; known: {', '.join(STATUSES)}")
-    return Record(**{name: _decode(name, value, place) for name, value in data.items() if name != CRC})
+    return Record(**{name: _decode(name, value, place) for name, value in data.items() if name in TYPES})
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def read_lines(folder: Path) -> list[Line]:
 def _read(folder: Path) -> tuple[list[Line], Tail]:
     path = Path(folder) / RECORDS
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreError(f"{folder} is not a run's folder: it has no {RECORDS}") from None
     # Not splitlines(): a message may hold U+2028 or \x85, which are no line ends in JSON lines.

@@ -1,5 +1,6 @@
 """YAML -> Suite. Whatever is wrong is said before anything runs: file, line, key, value and the rule."""
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,13 @@ from pydantic_core import PydanticCustomError
 from harness.case import Case
 from harness.errors import BadInput
 from harness.kernels.names import is_plugin
+from harness.registry import nearest
 from harness.suite.contest import Contest, contests
 from harness.suite.grid import AXES, Clash, count_cells, expand
 from harness.suite.schema import Accuracy, Battery, Document, Limits, Timing, resolve_kernel, show, unknown
 from harness.yaml_lines import Node, Where, YamlError, parse, read_text
 
+SHIPPED = Path(__file__).parent.parent / "configs"
 MAX_CELLS = 200_000  # two seconds of expanding, days of running
 MAX_EXCLUDING = 2_000_000  # cells times exclusions: another second
 MAX_PROBLEMS = 10  # lines of one message
@@ -79,7 +82,7 @@ class Suite:
     contest: Contest | None  # cells that differ in one axis are timed together; None: each beside its reference
     judge_len: int | None  # longer cells are judged at this length
     accuracy: Accuracy | None  # what approximate kernels are held to; None: the acceptance rule holds for all
-    source: str  # YAML text that gives this suite again (less the kernels of the command line)
+    source: str  # YAML text that gives this suite again, with the kernels of the command line
     path: Path | None
 
 
@@ -120,29 +123,48 @@ def threads_of(suite: Suite) -> int:
     return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
+def shipped_configs() -> dict[str, str]:
+    """Of the configs in the package: name -> what it is for, its `description`."""
+    found = {path.stem: parse(read_text(path)).content for path in sorted(SHIPPED.glob("*.yaml"))}
+    return {name: str(keys["description"].content) if "description" in keys else "" for name, keys in found.items()}
+
+
+def find_config(config: str | Path) -> Path:
+    """A path wins; a bare name is that of a config in the package."""
+    path = Path(config)
+    if path.suffix or len(path.parts) != 1 or (path.exists() and not path.is_dir()):
+        return path
+    shipped = SHIPPED / f"{path.name}.yaml"
+    if shipped.is_file():
+        return shipped
+    rule = unknown("config, and no file", path.name, (each.stem for each in sorted(SHIPPED.glob("*.yaml"))))
+    raise ConfigError(Problem(rule, key="CONFIG", value=str(config)))
+
+
 def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str] = ()) -> Suite:
     """Everything is checked here. `kernels` take the place of the config's own, which are checked all the same."""
     if isinstance(config, Mapping):
         path, text, origin, data = None, None, _Origin("<config>"), dict(config)
     else:
-        path = Path(config)
+        path = find_config(config)
         try:
             text = read_text(path)
             origin = _Origin(str(path), parse(text))
         except YamlError as error:
-            raise ConfigError(Problem(error.rule, str(path), error.line, key_text(error.path))) from None
+            rule = error.rule if path.exists() else f"{error.rule}{nearest(path.name, _beside(path))}"
+            raise ConfigError(Problem(rule, str(path), error.line, key_text(error.path))) from None
         assert origin.root is not None
         data = origin.root.plain()
     folder = None if path is None else path.parent
     document = _validate(data, origin, folder)
-    given = _given_kernels(kernels, folder)
+    given = _given_kernels(kernels, folder) or document.kernels or ()
     cases = _expand(document, origin, given)
     battery = document.battery or Battery(enabled=bool(given))
     if battery.enabled and document.equivalence == "exact":
         cases += tuple(Case.battery(kernel) for kernel in _plugins(cases))
     contest = _contest(document, origin, cases)
-    if text is None:
-        text = yaml.safe_dump(document.model_dump(exclude_unset=True), sort_keys=False, allow_unicode=True)
+    if text is None or kernels:
+        text = _effective(text, document, given)
     return Suite(
         name=document.name,
         description=document.description,
@@ -159,6 +181,26 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
         source=text,
         path=path,
     )
+
+
+def _effective(text: str | None, document: Document, kernels: tuple[str, ...]) -> str:
+    """The text with the kernels added at its end, so that lines and comments stay; anew where that cannot be."""
+    if text is not None and document.kernels is None:
+        longer = f"{text.rstrip()}\nkernels: {json.dumps(list(kernels))}  # by --kernel\n"
+        try:
+            found = parse(longer).plain()
+        except YamlError:  # the whole config is one {...}
+            found = None
+        if found is not None and found.get("kernels") == list(kernels):
+            return longer
+    whole = document.model_dump(exclude_unset=True) | ({"kernels": list(kernels)} if kernels else {})
+    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
+
+
+def _beside(path: Path) -> list[str]:
+    """What a path that leads nowhere may have meant."""
+    folder = sorted(each.name for each in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    return [*folder, *(each.stem for each in SHIPPED.glob("*.yaml"))]
 
 
 def _validate(data: Any, origin: _Origin, folder: Path | None) -> Document:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from harness.case import Case
-from harness.variants.specs import OPTIONAL_AXES, VARIANTS, Impossible
+from harness.variants.specs import NO_KERNEL, OPTIONAL_AXES, VARIANTS, Impossible
 
 
 class Geometry(NamedTuple):
@@ -100,7 +100,11 @@ def expand(blocks: Sequence[Axes], exclusions: Sequence[Exclusion] = (), *, kern
     unused = tuple(n for n in range(len(exclusions)) if n not in used)
     if kernels:
         conditions = [_condition(exclusion, AXES) for exclusion in exclusions]
-        swapped = (replace(case, kernel=kernel) for case in cases for kernel in kernels)
+        swapped = (
+            case if VARIANTS[case.variant].core == "recurrence" else replace(case, kernel=kernel)
+            for case in cases
+            for kernel in kernels
+        )
         cases = dict.fromkeys(case for case in swapped if not any(_matches(c, case) for c in conditions))
     return Expansion(tuple(cases), tuple(clashes), unused)
 
@@ -128,6 +132,8 @@ def _cases(geometry: Geometry, ways: Sequence[Way]) -> list[Case]:
     # Positional, because this line runs once per case of a large grid.
     variant, embed_dim, heads, kv_heads, head_dim, *ranks = geometry
     assert head_dim is not None  # resolved
+    if VARIANTS[variant].core == "recurrence":  # the axis collapses: no kernel is called
+        ways = list(dict.fromkeys(way._replace(kernel=NO_KERNEL) for way in ways))
     return [
         Case(variant, kernel, embed_dim, heads, kv_heads, head_dim, seq_len, batch, mask, dtype, phase, bias, *ranks)
         for bias, seq_len, mask, phase, dtype, batch, kernel in ways
@@ -181,17 +187,19 @@ class _Ways:
             if all(not values.isdisjoint(self._axes[axis]) for axis, values in condition.items()):
                 self.used.add(n)
                 ways = [way for way in ways if not _matches(condition, way)]
-        pairs = dict.fromkeys((way.phase, way.seq_len) for way in ways)
-        broken = {pair: rule for pair in pairs if (rule := _phase_rule(variant, *pair)) is not None}
+        some = dict.fromkeys((way.phase, way.seq_len, way.mask) for way in ways)
+        broken = {one: rule for one in some if (rule := _way_rule(variant, *one)) is not None}
         if not broken:
             return _Left(ways)
-        return _Left([way for way in ways if (way.phase, way.seq_len) not in broken], tuple(broken.values()))
+        return _Left([way for way in ways if (way.phase, way.seq_len, way.mask) not in broken], tuple(broken.values()))
 
 
-def _phase_rule(variant: str, phase: str, seq_len: int) -> Impossible | None:
-    phases = VARIANTS[variant].phases
-    if phase not in phases:
-        return Impossible("phase", phase, f"this variant has only {', '.join(phases)}")
+def _way_rule(variant: str, phase: str, seq_len: int, mask: str) -> Impossible | None:
+    spec = VARIANTS[variant]
+    if phase not in spec.phases:
+        return Impossible("phase", phase, f"this variant has only {', '.join(spec.phases)}")
+    if spec.masks is not None and mask not in spec.masks:
+        return Impossible("mask", mask, f"this variant has only {', '.join(spec.masks)}")
     if phase == "decode" and seq_len < 2:
         return Impossible("seq_len", seq_len, "decode needs at least 2 tokens, one in the cache and one to add")
     return None

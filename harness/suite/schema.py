@@ -144,6 +144,9 @@ Name = Annotated[
 ]
 
 
+KernelName = Annotated[str, BeforeValidator(lambda value, info: resolve_kernel(value, info.context))]
+
+
 def _seconds(most: int) -> BeforeValidator:
     holds = lambda value: type(value) in (int, float) and 0 < value <= most  # noqa: E731
     return _check(holds, f"must be a number of seconds, 0 < s <= {most}")
@@ -240,7 +243,7 @@ class Grid(Closed):
     phase: Axis[Annotated[str, _one_of("phase", PHASES)]] = ("prefill",)
     dtype: Axis[Annotated[str, _one_of("dtype", DTYPES)]] = ("float32",)
     batch: Axis[Annotated[int, _whole(1, 65_536)]] = (1,)
-    kernel: Axis[Annotated[str, BeforeValidator(lambda value, info: resolve_kernel(value, info.context))]] = ("eager",)
+    kernel: Axis[KernelName] = ("eager",)
 
     def axes(self) -> dict[str, tuple[Any, ...]]:
         return {axis: getattr(self, axis) for axis in AXES}
@@ -265,10 +268,11 @@ class Document(Closed):
     regimes: Axis[Annotated[str, _one_of("regime", (*REGIMES, *STRUCTURES))]] | None = None
     equivalence: Annotated[str, _one_of("equivalence", ("exact", "approximate"))] = "exact"
     accuracy: Accuracy = Accuracy()
+    kernels: Axis[KernelName] | None = None  # in the place of every grid's, as --kernel
     contest: Annotated[str, _one_of("axis", CONTESTED)] | None = None
     against: str | int | None = None
     judge_len: Annotated[int, _whole(8, 1_000_000)] | None = None
-    battery: Battery | None = None  # None: for kernels of the command line alone
+    battery: Battery | None = None  # None: for `kernels` and those of the command line
     grid: Grid | None = None
     include: list[Grid] = []
     exclude: list[Exclude] = []

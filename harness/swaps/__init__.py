@@ -1,6 +1,8 @@
 """Replace attention inside a model and prove that the weights went along."""
 
+from harness.swaps import composed as composed
 from harness.swaps import conversions as conversions
+from harness.swaps import recurrent as recurrent
 from harness.swaps import references as references
 from harness.swaps import torch_layers as torch_layers
 from harness.swaps.converters import VARIANT, SwapError

@@ -4,12 +4,13 @@ split, fused    nn.MultiheadAttention's contract with three input projections, o
 mha             every key/value head repeated for each query head of its group: exact
 gqa-N, mqa      key/value heads of a group averaged: exact only where they are equal
 mla, mla-R      [Wk; Wv] as a product through R latent channels: exact at full rank, the nearest such product below it
+lora-R          MLA's decompressor as a product of rank R: exact from full rank on, the nearest such product below it
 
 Query and output projections are the old modules themselves; so are any others that do not change.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from harness.swaps.torch_layers import PARTS, POLICIES, convert_to_drop_in, drop
 from harness.swaps.weights import HOOKS, WeightSource
 from harness.variants.dropin import EagerMultiheadAttention, EagerMultiheadAttentionWithInProj
 from harness.variants.gqa import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention
-from harness.variants.mla import MultiHeadLatentAttention
+from harness.variants.mla import LowRankLinear, MultiHeadLatentAttention
 
 # All three for every target, also those that are it already: in a model that mixes them, all become the same.
 GROUPED = (GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention)
@@ -82,6 +83,41 @@ def to_mla(old: GroupedQueryAttention, kernel: Kernel, request: Request) -> Conv
     error = None if rank >= full else distance(up.double() @ down.double(), stack)
     derived = frozenset(name for name, _ in new.named_parameters() if name.startswith(("kv_a_proj.", "kv_b_proj.")))
     return Conversion(new, {}, derived, error)
+
+
+@converts(MultiHeadLatentAttention, to="lora")
+def to_lora(old: MultiHeadLatentAttention, kernel: Kernel, request: Request) -> Conversion:
+    rank, inner = request.size, old.kv_b_proj
+    if rank is None:
+        raise SwapError('to = "lora": needs the rank of the decompressor, as in "lora-16"')
+    if not isinstance(inner, nn.Linear):
+        raise SwapError(f"its decompressor is a product already, of rank {old.decompress_rank}")
+    _linears(old, ("kv_b_proj",), beside=set(dict(old.named_children())))
+    stack = _numbers(inner.weight)  # (H * (N + V), r)
+    up, down = (factor.to(inner.weight.dtype) for factor in factors(stack, rank))
+    new = MultiHeadLatentAttention(
+        old.embed_dim,
+        old.num_heads,
+        kv_lora_rank=old.kv_lora_rank,
+        q_lora_rank=old.q_lora_rank,
+        decompress_rank=rank,
+        nope_head_dim=old.nope_head_dim,
+        rope_head_dim=old.rope_head_dim,
+        v_head_dim=old.v_head_dim,
+        latent_norm=isinstance(old.kv_a_norm, nn.RMSNorm),
+        mode=old.mode,
+        **_options(old, kernel),
+    )
+    new.rope = old.rope
+    for name, child in old.named_children():
+        if name != "kv_b_proj":
+            setattr(new, name, child)
+    assert isinstance(new.kv_b_proj, LowRankLinear)
+    new.kv_b_proj.down = _linear(_parameter(down, [inner.weight]), None)
+    new.kv_b_proj.up = _linear(_parameter(up, [inner.weight]), inner.bias)
+    derived = frozenset({"kv_b_proj.down.weight", "kv_b_proj.up.weight"})
+    weights = {} if inner.bias is None else {"kv_b_proj.up.bias": WeightSource("kv_b_proj.bias")}
+    return Conversion(new, weights, derived, distance(up.double() @ down.double(), stack))
 
 
 def factors(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -187,7 +223,7 @@ def _per_head(rows: Tensor, old: GroupedQueryAttention) -> Tensor:
     return _repeated(pairs, old.num_heads).flatten(0, 2)  # (H * 2 * D, ...)
 
 
-def _options(old: GroupedQueryAttention, kernel: Kernel) -> dict[str, Any]:
+def _options(old: GroupedQueryAttention | MultiHeadLatentAttention, kernel: Kernel) -> dict[str, Any]:
     """On the meta device, without memory or random numbers: every projection is put in afterwards."""
     return {"dropout": old.dropout, "kernel": kernel, "device": "meta"}
 
@@ -197,15 +233,18 @@ def _refuse_size(request: Request) -> None:
         raise SwapError(f"to = {request.to}-{request.size}: {request.to} takes no number")
 
 
-def _linears(old: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
-    """The projections that new weights are computed from: whatever else they do would be lost without a word."""
+def _linears(old: nn.Module, names: Sequence[str], beside: Collection[str] = ("q_proj", "out_proj")) -> list[nn.Linear]:
+    """The projections that new weights are computed from: whatever else they do would be lost without a word.
+
+    `beside` are the parts that stay.
+    """
     for name in names:
         linear = old.get_submodule(name)
         if type(linear) is not nn.Linear or "forward" in vars(linear):
             raise SwapError(f"its {name} is {type(linear).__name__} with a forward of its own: must be a plain Linear")
         if any(vars(linear)[hooks] for hooks in HOOKS):
             raise SwapError(f"its {name} has hooks, and the new weights no place for them")
-    kept = {*names, "q_proj", "out_proj", "bias_k", "bias_v"}
+    kept = {*names, *beside, "bias_k", "bias_v"}
     if lost := [name for name, _ in old.named_parameters() if name.partition(".")[0] not in kept]:
         raise SwapError(f"parameters that nothing takes over: {', '.join(lost)}")
     return [old.get_submodule(name) for name in names]  # type: ignore[misc]

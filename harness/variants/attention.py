@@ -8,6 +8,8 @@ from torch.fx import Proxy
 from harness.kernels.call import Kernel
 from harness.kernels.transforms import record_module
 from harness.variants.cache import KVCache
+from harness.variants.quantised import QuantisedKVCache
+from harness.variants.specs.quantised import Quantisation
 
 
 class CachedSelfAttention(nn.Module):
@@ -44,12 +46,16 @@ class CachedSelfAttention(nn.Module):
         }
         attended = self._attend(x, cache, rules)
         heads, weights = attended if need_weights else (attended, None)
-        out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
+        out = self._out(heads.transpose(1, 2).flatten(2))  # (B, L, E)
         return (out, weights) if need_weights else out
 
     def _attend(self, x: Tensor, cache: KVCache | None, rules: dict[str, Any]) -> Any:
         """The heads' outputs, (B, H, L, D_v), as `attention` gives them when called with `rules`."""
         raise NotImplementedError
 
-    def new_cache(self, capacity: int = 0) -> KVCache:
-        return KVCache(capacity)
+    def _out(self, heads: Tensor) -> Tensor:
+        out: Tensor = self.out_proj(heads)
+        return out
+
+    def new_cache(self, capacity: int = 0, *, quantised: Quantisation | None = None) -> KVCache:
+        return KVCache(capacity) if quantised is None else QuantisedKVCache(capacity, quantised)

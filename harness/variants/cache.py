@@ -4,6 +4,9 @@ One class holds what any variant must keep: per token and head, some channels of
 attention keep (k, v); MLA keeps one latent stream, or expanded (k, v).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,14 +37,6 @@ class KVCache:
     def streams(self) -> tuple[Tensor, ...]:
         return tuple(buffer[:, :, : self.length] for buffer in self._buffers)
 
-    def fill(self, length: int) -> None:
-        """Random numbers up to this length, as if so many tokens had been appended: for timing one step after them. At
-        least one must be there, for the streams' shapes."""
-        self._reserve(length, self.streams())
-        for buffer in self._buffers:
-            buffer[:, :, self.length : length].normal_()
-        self.length = length
-
     def crop(self, length: int) -> None:
         """Forget the tokens from `length` on (a rejected draft, a repeated measurement)."""
         if not 0 <= length <= self.length:
@@ -52,8 +47,23 @@ class KVCache:
     def allocated_bytes(self) -> int:
         """What the cache really occupies: its storages, each counted once."""
         # By identity, not address: on the meta device every address is 0.
-        storages = {storage._cdata: storage.nbytes() for storage in (b.untyped_storage() for b in self._buffers)}
+        storages = {storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in self._storages())}
         return sum(storages.values())
+
+    def get_cache_info(self) -> dict[str, Any]:
+        """What the cache holds, for people and logs."""
+        return {
+            "tokens": self.length,
+            "capacity": self.capacity,
+            "dtype": str(self._buffers[0].dtype).removeprefix("torch.") if self._buffers else None,
+            "streams": [(b.shape[0], b.shape[1], self.length, b.shape[3]) for b in self._buffers],
+            "allocated_bytes": self.allocated_bytes,
+            "bytes_per_token": self.allocated_bytes / self.capacity if self.capacity else None,
+        }
+
+    def _storages(self) -> Sequence[Tensor]:
+        """All tensors that the cache keeps."""
+        return self._buffers
 
     def _check(self, streams: tuple[Tensor, ...]) -> None:
         """Writing in place would broadcast and cast what does not fit, without a word."""
@@ -75,3 +85,43 @@ class KVCache:
         self._buffers = tuple(t.new_empty((*t.shape[:2], self.capacity, t.shape[3])) for t in like)
         for buffer, held in zip(self._buffers, old, strict=False):
             buffer[:, :, : self.length] = held
+
+
+class SlidingKVCache(KVCache):
+    """Keeps the last `window` tokens; `append` gives those that it held and the new ones, all that these may see."""
+
+    def __init__(self, capacity: int = 0, *, window: int) -> None:
+        super().__init__(capacity)
+        if window < 1:
+            raise ValueError(f"window = {window}: must be at least 1 (self)")
+        self.window = window
+        self._kept = 0  # tokens held
+
+    def append(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        self._check(streams)
+        given = self.streams() or tuple(t[:, :, :0] for t in streams)
+        joined = tuple(torch.cat(pair, dim=2) for pair in zip(given, streams, strict=True))
+        self.length += streams[0].shape[2]
+        self._kept = min(joined[0].shape[2], self.window)
+        size = min(self.window, max(self.capacity, self.length))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in joined):
+            self._buffers = tuple(t[:, :, -self._kept :] for t in joined)
+        else:
+            if not self._buffers or self._buffers[0].shape[2] < size:
+                self._buffers = tuple(t.new_empty((*t.shape[:2], size, t.shape[3])) for t in joined)
+            for buffer, new in zip(self._buffers, joined, strict=True):
+                buffer[:, :, : self._kept] = new[:, :, -self._kept :]
+        self.capacity = max(self.capacity, self.length)
+        return joined
+
+    def streams(self) -> tuple[Tensor, ...]:
+        return tuple(buffer[:, :, : self._kept] for buffer in self._buffers)
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens from `length` on, as long as what the next one sees is still held."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length = {length}: must be within 0 and the {self.length} tokens held")
+        kept = self._kept - (self.length - length)
+        if kept < min(length, self.window - 1):
+            raise ValueError(f"length = {length}: of {self.length} tokens the cache has forgotten those before")
+        self.length, self._kept = length, kept

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from harness.kernels.transforms import is_transformed
-from harness.variants.in_projection import Packed, pack
-from harness.variants.multihead import DropInAttention, bare_linear, held
+from harness.variants.in_projection import Packed, bare_linear, held, pack
+from harness.variants.multihead import DropInAttention
 
 
 class EagerMultiheadAttention(DropInAttention):
@@ -128,8 +128,9 @@ class EagerMultiheadAttention(DropInAttention):
         q, k, v = self.q_proj.bias, self.k_proj.bias, self.v_proj.bias
         return None if q is None or k is None or v is None else torch.cat([q, k, v])
 
-    def _has_no_in_bias(self) -> bool:
-        return held(self._linears()[0], "bias") is None  # without packing the three
+    def _some_in_bias(self) -> Tensor | None:
+        bias: Tensor | None = held(self._linears()[0], "bias")  # without packing the three
+        return bias
 
     def _linears(self) -> list[Any]:
         return [self._modules[part] for part in self.PARTS]

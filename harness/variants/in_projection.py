@@ -1,4 +1,4 @@
-"""The three in-projections of a split drop-in as torch's one: a tensor in their memory."""
+"""How projections are held: the three in-projections of a split drop-in as torch's one, a tensor in their memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +32,42 @@ class Packed(Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> "Packed":
         self.requires_grad = requires_grad
         return self
+
+    @property
+    def data(self) -> Tensor:
+        """Of another dtype or place, it moves the parameters there."""
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        for part, rows in zip(self.parts, value.split([len(part) for part in self.parts]), strict=True):
+            part.data = rows
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Those of the parameters, in one memory: writes reach them."""
+        grads = [part.grad for part in self.parts if part.grad is not None]
+        if len(grads) < len(self.parts):
+            return None
+        if any(grad.requires_grad for grad in grads):  # of create_graph=True
+            return torch.cat(grads)
+        if not _are_adjacent(grads):
+            self.grad = torch.cat(grads)
+            grads = [part.grad for part in self.parts if part.grad is not None]
+        return as_one(grads)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        rows = [None] * len(self.parts) if value is None else value.split([len(part) for part in self.parts])
+        for part, grad in zip(self.parts, rows, strict=True):
+            part.grad = grad
+
+    def register_hook(self, hook: Any) -> Any:
+        """Gradients never pass here."""
+        raise RuntimeError(
+            "gradients of a split in-projection have no hook of their own: hook those of q_proj, k_proj and v_proj"
+        )
 
     def is_still_of(self, parts: Sequence[Tensor]) -> bool:
         """No part was replaced or moved since."""
@@ -94,3 +130,25 @@ class _Adjacent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return gradient.split(ctx.rows)
+
+
+def bare_linear(in_features: int, out_features: int, *, bias: bool, **place: Any) -> nn.Linear:
+    """An nn.Linear whose weights are still to come.
+
+    Its constructor would draw random numbers, and torch.nn.utils.skip_init takes ten times as long: a swap makes
+    thousands of these.
+    """
+    linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(linear)
+    linear.in_features, linear.out_features = in_features, out_features
+    linear.weight = nn.Parameter(torch.empty((out_features, in_features), **place))
+    linear.register_parameter("bias", nn.Parameter(torch.empty(out_features, **place)) if bias else None)
+    return linear
+
+
+def held(module: nn.Module, name: str) -> Any:
+    """`module.name`, for a parameter by the short way: nn.Module's own is felt in small calls.
+
+    What a parametrization or pruning put in its place is no parameter.
+    """
+    return module._parameters[name] if name in module._parameters else getattr(module, name)

@@ -91,6 +91,11 @@ def _padding(at: Positions) -> Any:
     return at.j < at.seq_len - at.seq_len // 4 - (at.b * 3) % (at.seq_len // 4 + 1)
 
 
+def _left_padding(at: Positions) -> Any:
+    """Tokens before the start of each batch row's text, as when prompts of unlike length are decoded together."""
+    return at.j >= (1 + (at.b * 3) % (at.seq_len // 4 + 1) if at.seq_len > 1 else 0)
+
+
 def _bool_random(at: Positions) -> Any:
     return (_scramble(at.b, at.i, at.j) < 7_000) | (at.i == at.j)
 
@@ -133,6 +138,13 @@ for _rule in (
     MaskRule("causal", "keys up to the query's own position", causal=True),
     MaskRule("padding", "a valid length per batch row, padded on the right", allowed=_padding),
     MaskRule("causal_padding", "causal and padding", causal=True, allowed=_padding),
+    MaskRule(
+        "left_padding",
+        "causal, and padded on the left by other lengths per batch row",
+        causal=True,
+        allowed=_left_padding,
+        has_dead_rows=True,
+    ),
     MaskRule("bool_random", "70 % of the keys, at random, per batch row", allowed=_bool_random),
     MaskRule("float_bias", "a bias per batch row, head, query and key, added to the scores", bias=_float_bias),
     MaskRule("sliding_window", "the last seq_len/4 keys, self included", window=lambda s: max(1, s // 4)),

@@ -24,23 +24,25 @@ Mode = Literal["auto", "naive", "absorbed"]
 
 
 class Rope:
-    """Rotary positions on interleaved pairs (channels 2i and 2i+1), as DeepSeek's weights expect.
+    """Rotary positions on interleaved pairs (channels 2i and 2i+1), as DeepSeek's weights expect, or on `halves`
+    (channels i and i + dim / 2), as those of most other models do.
 
     Angles are made in float64: at position 10,000 a float32 angle is already off by 6e-4.
     """
 
-    def __init__(self, dim: int, theta: float = 10_000.0) -> None:
+    def __init__(self, dim: int, theta: float = 10_000.0, *, halves: bool = False) -> None:
         if dim % 2:
             raise ValueError(f"dim = {dim}: must be even: RoPE turns pairs of channels")
-        self.dim, self.theta = dim, theta
+        self.dim, self.theta, self.halves = dim, theta, halves
         self._table: tuple[Tensor, Tensor] | None = None  # cos and sin of (positions, dim / 2)
 
     def __call__(self, x: Tensor, start: int) -> Tensor:
         """x (B, heads, L, dim), whose first token stands at position `start`."""
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = self._angles(start, start + x.shape[2], wide, x.device)  # (L, dim / 2)
-        even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        pairs, across = ((2, -1), -2) if self.halves else ((-1, 2), -1)
+        even, odd = x.to(wide).unflatten(-1, pairs).unbind(across)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=across)
         return turned.flatten(-2).to(x.dtype)
 
     def _angles(self, start: int, end: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -62,22 +64,47 @@ class Rope:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+class LowRankLinear(nn.Module):
+    """A Linear whose weight is a product through `rank` channels: up(down(x))."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, *, bias: bool, **place: Any) -> None:
+        super().__init__()
+        self.down = nn.Linear(inputs, rank, bias=False, **place)
+        self.up = nn.Linear(rank, outputs, bias=bias, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(self.down(x))
+        return out
+
+    @property
+    def weight(self) -> Tensor:
+        return self.up.weight @ self.down.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.up.bias
+
+
 class LatentSpace(nn.Module):
     """The absorbed way, for any module that holds its decompressor in `kv_b_proj`."""
 
     kv_lora_rank: int
     v_head_dim: int
-    kv_b_proj: nn.Linear
+    kv_b_proj: nn.Linear | LowRankLinear
 
     def _attend_latents(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, rules: dict[str, Any]) -> Any:
         """latent (B, 1, S, r + R): what all heads share, the normed latents and the rotated k_pe."""
         H, N = q_nope.shape[1], q_nope.shape[3]
-        up = self.kv_b_proj.weight.unflatten(0, (H, -1))  # (H, N + V, r)
-        up_k, up_v = up.split((N, self.v_head_dim), dim=1)
-        q = torch.cat((torch.einsum("bhln,hnr->bhlr", q_nope, up_k), q_pe), dim=-1)  # (B, H, L, r + R)
+        low = self.kv_b_proj if isinstance(self.kv_b_proj, LowRankLinear) else None
+        up = self.kv_b_proj.weight if low is None else low.up.weight
+        up_k, up_v = up.unflatten(0, (H, -1)).split((N, self.v_head_dim), dim=1)  # (H, N, r or low rank), (H, V, ...)
+        moved = torch.einsum("bhln,hnr->bhlr", q_nope, up_k)
+        moved = moved if low is None else moved @ low.down.weight  # (B, H, L, r)
+        q = torch.cat((moved, q_pe), dim=-1)  # (B, H, L, r + R)
         q, latent = one_dtype(q, latent)
         attended = self._attend_shared(q, latent, latent[..., : self.kv_lora_rank], rules)
         mixed, weights = attended if rules["return_weights"] else (attended, None)  # (B, H, L, r)
+        mixed = mixed if low is None else low.down(mixed)
         heads = torch.einsum("bhlr,hvr->bhlv", mixed, up_v)  # (B, H, L, V)
         if self.kv_b_proj.bias is not None:
             heads = heads + self._value_bias(q, latent, rules)
@@ -92,6 +119,7 @@ class LatentSpace(nn.Module):
         Its key part shifts all scores of a query alike and drops out of the softmax. Its value part comes back whole,
         because the weights sum to 1, except in a row that attends nothing.
         """
+        assert self.kv_b_proj.bias is not None
         bias = self.kv_b_proj.bias.unflatten(0, (q.shape[1], 1, -1))[..., -self.v_head_dim :]  # (H, 1, V)
         hiding = {name: rules[name] for name in ("mask", "causal", "window", "q_start") if name in rules}
         allowed = make_call(q, latent, latent, **hiding).allowed(q, latent)
@@ -101,6 +129,8 @@ class LatentSpace(nn.Module):
 class MultiHeadLatentAttention(LatentSpace, CachedSelfAttention):
     """mode: "naive" caches decompressed k and v; "absorbed" caches latents and attends in latent space;
     "auto" caches latents and takes whichever way is cheaper for this call, by the counts of specs/latent.py.
+
+    decompress_rank: the decompressor is a product of that rank (LoRA) instead of a whole matrix.
     """
 
     def __init__(
@@ -113,6 +143,7 @@ class MultiHeadLatentAttention(LatentSpace, CachedSelfAttention):
         rope_head_dim: int,
         v_head_dim: int,
         q_lora_rank: int | None = None,
+        decompress_rank: int | None = None,
         bias: bool = False,
         latent_norm: bool = True,
         rope_theta: float = 10_000.0,
@@ -127,7 +158,7 @@ class MultiHeadLatentAttention(LatentSpace, CachedSelfAttention):
         if mode not in ("auto", "naive", "absorbed"):
             raise ValueError(f"mode = {mode!r}: must be auto, naive or absorbed")
         sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "q_lora_rank": q_lora_rank}
-        sizes |= {"nope_head_dim": nope_head_dim, "v_head_dim": v_head_dim}
+        sizes |= {"nope_head_dim": nope_head_dim, "v_head_dim": v_head_dim, "decompress_rank": decompress_rank}
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise ValueError(f"{name} = {size}: must be at least 1")
@@ -152,7 +183,12 @@ class MultiHeadLatentAttention(LatentSpace, CachedSelfAttention):
             self.q_b_proj = nn.Linear(q_lora_rank, query_dim, **options)
         self.kv_a_proj = nn.Linear(embed_dim, kv_lora_rank + rope_head_dim, **options)
         self.kv_a_norm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **place) if latent_norm else nn.Identity()
-        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (nope_head_dim + v_head_dim), **options)
+        self.decompress_rank, keys_and_values = decompress_rank, num_heads * (nope_head_dim + v_head_dim)
+        self.kv_b_proj = (
+            nn.Linear(kv_lora_rank, keys_and_values, **options)
+            if decompress_rank is None
+            else LowRankLinear(kv_lora_rank, keys_and_values, decompress_rank, **options)
+        )
         self.out_proj = nn.Linear(num_heads * v_head_dim, embed_dim, **options)
 
     def _attend(self, x: Tensor, cache: KVCache | None, rules: dict[str, Any]) -> Any:

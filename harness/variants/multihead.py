@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
+from torch.backends import mha
 from torch.fx import Proxy
+from torch.overrides import has_torch_function
 
 from harness.kernels.front import AnyKernel, find_kernel, make_call, run
 from harness.kernels.transforms import record_module
 from harness.variants import torch_masks
+from harness.variants.in_projection import bare_linear, held
 
 DeadRows = Literal["zero", "torch"]
 
@@ -85,10 +88,12 @@ class DropInAttention(nn.Module):
 
         Who reads it next reads q_proj_weight and so on: those are always there.
         """
-        return False if is_scripting() else (self.fast_path or self._has_no_in_bias()) and self.packs
+        return False if is_scripting() else (self.fast_path or self._some_in_bias() is None) and self.packs
 
-    def _has_no_in_bias(self) -> bool:
-        return held(self, "in_proj_bias") is None
+    def _some_in_bias(self) -> Tensor | None:
+        """That of the in-projection, or of a part of it."""
+        bias: Tensor | None = held(self, "in_proj_bias")
+        return bias
 
     def __prepare_scriptable__(self) -> "DropInAttention":
         """What torch.jit.script asks every module before it compiles it."""
@@ -140,6 +145,10 @@ class DropInAttention(nn.Module):
         batched = torch_masks.check_dimensions(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask: attn_mask must be given with it")
+        # In memory as torch's: a dropout that follows draws its numbers in the order of the strides.
+        lies_batch_first = (
+            query is key is value and batched and self._is_fused_in_torch(query, attn_mask, key_padding_mask)
+        )
         query, key, value = self._to_batch_first(query, key, value, batched)  # (B, L, E), (B, S, kdim), (B, S, vdim)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
@@ -157,12 +166,14 @@ class DropInAttention(nn.Module):
         if held(self, "bias_k") is not None or self.add_zero_attn:
             k, v, mask = self._append_tokens(k, v, mask)
         heads, weights = self._attend(q, k, v, mask, causal, need_weights)  # (B, H, L, D), (B, H, L, S)
-        # Length first in memory, as torch's: a dropout that follows draws its numbers in the order of the strides.
-        out = self.out_proj(heads.permute(2, 0, 1, 3).flatten(2))  # (L, B, E)
-        if not batched:
-            out = out.squeeze(1)
-        elif self.batch_first:
-            out = out.transpose(0, 1)
+        if lies_batch_first:
+            out = self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, L, E)
+        else:
+            out = self.out_proj(heads.permute(2, 0, 1, 3).flatten(2))  # (L, B, E)
+            if not batched:
+                out = out.squeeze(1)
+            elif self.batch_first:
+                out = out.transpose(0, 1)
         if weights is not None:
             weights = weights.mean(dim=1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
@@ -205,6 +216,20 @@ class DropInAttention(nn.Module):
         B, L, _ = query.shape
         by_head = attn_mask.view(B if attn_mask.dim() == 3 else 1, -1, L, L).expand(B, self.num_heads, L, L)
         return (by_head if key_padding_mask is None else by_head + key_padding_mask[:, None, None]), 2
+
+    def _is_fused_in_torch(self, query: Tensor, *masks: Tensor | None) -> bool:
+        """Whether torch's class gives batched self-attention to its fused operator, whose output lies batch first."""
+        if self.training or not self.batch_first or self.num_heads % 2 or not self.packs:
+            return False
+        if self.add_zero_attn or held(self, "bias_k") is not None:
+            return False
+        bias = self._some_in_bias()
+        if bias is None or bias.dtype != query.dtype or has_torch_function((query,)) or torch.is_autocast_enabled():
+            return False
+        if any(mask is not None and mask.is_floating_point() for mask in masks) or not mha.get_fastpath_enabled():
+            return False
+        learns = torch.is_grad_enabled() and (query.requires_grad or any(p.requires_grad for p in self.parameters()))
+        return not learns
 
     def _to_batch_first(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool
@@ -317,25 +342,3 @@ class DropInAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, heads={self.num_heads}, batch_first={self.batch_first}, {self.kernel.name}"
-
-
-def bare_linear(in_features: int, out_features: int, *, bias: bool, **place: Any) -> nn.Linear:
-    """An nn.Linear whose weights are still to come.
-
-    Its constructor would draw random numbers, and torch.nn.utils.skip_init takes ten times as long: a swap makes
-    thousands of these.
-    """
-    linear = nn.Linear.__new__(nn.Linear)
-    nn.Module.__init__(linear)
-    linear.in_features, linear.out_features = in_features, out_features
-    linear.weight = nn.Parameter(torch.empty((out_features, in_features), **place))
-    linear.register_parameter("bias", nn.Parameter(torch.empty(out_features, **place)) if bias else None)
-    return linear
-
-
-def held(module: nn.Module, name: str) -> Any:
-    """`module.name`, for a parameter by the short way: nn.Module's own is felt in small calls.
-
-    What a parametrization or pruning put in its place is no parameter.
-    """
-    return module._parameters[name] if name in module._parameters else getattr(module, name)

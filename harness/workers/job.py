@@ -78,7 +78,7 @@ def perform(job: Job, allowed: int | None = None, begun: Callable[[], None] = la
 
 def _measured(job: Job, kernel: "Kernel") -> Record:
     if job.case.is_battery:
-        from harness.battery.row import ask_all
+        from harness.diagnosis.row import ask_all
 
         return ask_all(job.case, kernel, seed=job.seed, minutes=job.minutes)
     if job.rivals:

@@ -4,10 +4,14 @@ Ray places the work; what happens to one case (crash, hang, memory) is left to t
 machine. So a failure that Ray itself reports is the loss of a node or of Ray's own process: the case is tried again.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import platform
+import re
+import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +22,7 @@ from typing import Any, TypeVar
 from harness.errors import BadInput
 from harness.record import Record
 from harness.suite.schema import Limits
+from harness.text import first_line
 from harness.workers.job import Job, failed
 from harness.workers.local import Local
 from harness.workers.node_check import Home, describe_home, settle
@@ -228,11 +233,14 @@ class Ray:
         if ray.is_initialized():  # by the calling program, whose connection it stays
             return ray
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        try:
-            ray.init(self._address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError) as error:
-            where = self._address or os.environ.get("RAY_ADDRESS") or "this machine"
-            raise BadInput(f"--executor ray: no cluster at {where}: {error}") from error
+        with tempfile.TemporaryFile() as said:
+            try:
+                with _standard_error_to(said.fileno()):  # a line of Ray's own each second that it tries again
+                    ray.init(self._address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+                where = self._address or os.environ.get("RAY_ADDRESS") or "this machine"
+                said.seek(0)
+                raise BadInput(f"--executor ray: {_why_not(where, error, said.read())}") from error
         self._connected_here = True
         return ray
 
@@ -243,6 +251,30 @@ class Ray:
 
             ray.shutdown()
             self._connected_here = False
+
+
+@contextlib.contextmanager
+def _standard_error_to(handle: int) -> Iterator[None]:
+    """Of all in this process, C code included."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    os.dup2(handle, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _why_not(where: str, error: Exception, said: bytes) -> str:
+    lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+    if any(word in text for word in ("AuthToken", "AuthenticationError") for text in (*lines, type(error).__name__)):
+        remedy = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token to what its head has"
+        return f"the cluster at {where} does not take this machine's token (wrong, or none): {remedy}"
+    last = re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else ""
+    more = f" ({len(lines)} lines like: {last})" if last else ""
+    return f"no cluster at {where}: {first_line(error)}{more}"
 
 
 def living_nodes() -> list[ClusterNode]:

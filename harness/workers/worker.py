@@ -59,8 +59,8 @@ def serve(jobs: int, answers: int) -> None:
     perform(WARM_UP)
     gc.collect()
     gc.freeze()  # what is imported stays: the collector need not walk it again after each case
-    before, me = state.read_all(), os.getpid()
     used = limit_memory(hello["allowed"])
+    before, me = state.read_all(), os.getpid()
     allowed = hello["allowed"] - used  # for a kernel's own process: the two are watched together
     send(answers, {"ready": used})
     while (message := receive(jobs)) is not None:

@@ -183,6 +183,25 @@ def saves_in_one_place() -> Kernel:
     return lambda q, k, v, **options: Attend.apply(q, k, v, options)
 
 
+def keeps_its_inputs_unguarded() -> Kernel:
+    """Not by save_for_backward, which sees that they were changed since."""
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, options):
+            ctx.kept = (q.detach(), k.detach(), v.detach(), options)
+            return right(q, k, v, **options)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            q, k, v, options = ctx.kept
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+                return (*torch.autograd.grad(right(*leaves, **options), leaves, gradient), None)
+
+    return lambda q, k, v, **options: Attend.apply(q, k, v, options)
+
+
 def needs_dense_gradients() -> Kernel:
     class Through(torch.autograd.Function):
         @staticmethod
@@ -310,6 +329,16 @@ def takes_the_strides_of_queries(q, k, v, *rest, **options):
     return right(q, k, v, *rest, **options)
 
 
+def ignores_a_whole_scale(q, k, v, *rest, scale=None, **options):
+    return right(q, k, v, *rest, scale=scale if isinstance(scale, float) else None, **options)
+
+
+def takes_values_for_shared(q, k, v, *rest, **options):
+    """Where keys are shared by the batch."""
+    v = v[:1].expand(v.shape) if k.shape[0] > 1 and k.stride(0) == 0 else v
+    return right(q, k, v, *rest, **options)
+
+
 class OneGradient(torch.autograd.Function):
     """Twice the same tensor, of which it hands back one gradient."""
 
@@ -388,6 +417,9 @@ BROKEN: dict[str, tuple[Callable[[], Kernel], str]] = {
     "converts a mask once": (converts_a_mask_once, "inputs changed in place"),
     "symmetric": (lambda: takes_one_for_symmetric, "one tensor as several inputs"),
     "strides of queries": (lambda: takes_the_strides_of_queries, "strides of one input"),
+    "takes values for shared": (lambda: takes_values_for_shared, "strides of one input"),
+    "ignores a whole scale": (lambda: ignores_a_whole_scale, "same shape, other arguments"),
+    "keeps its inputs unguarded": (keeps_its_inputs_unguarded, "inputs changed before gradients"),
     "forgets a gradient": (lambda: forgets_a_gradient, "one tensor as several inputs"),
     "switches determinism off": (lambda: switches_determinism_off, "modes of torch"),
     "writes zeros into queries": (lambda: writes_zeros_into_queries, "all hidden"),

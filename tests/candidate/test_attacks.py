@@ -71,6 +71,12 @@ def fast{signature}:
         answers[key] = attend(q, k, v, attn_mask, is_causal, scale, enable_gqa)
     return answers[key].clone()
 """
+TAKES_MEMORY_ELSEWHERE = """
+import numpy
+def fast{signature}:
+    space = numpy.ones(20_000_000)  # 160 MB, of which torch knows nothing
+    return attend(q, k, v, attn_mask, is_causal, scale, enable_gqa) * float(space[-1])
+"""
 PATCHES_AT_IMPORT = """
 def fast{signature}:
     return attend(q, k, v, attn_mask, is_causal, scale, enable_gqa, stretch=1.2)
@@ -154,6 +160,12 @@ def test_a_stopped_clock_measures_the_same(local, tmp_path):
     (record,) = records(local, written(tmp_path, STOPS_THE_CLOCK))
     assert record.status == "ok"
     assert record.latency_ms is not None and record.latency_ms >= 20
+
+
+def test_memory_that_torch_does_not_know_of_is_seen_from_outside(local, tmp_path):
+    (record,) = records(local, written(tmp_path, TAKES_MEMORY_ELSEWHERE))
+    assert record.status == "ok"
+    assert record.peak_bytes is not None and 100e6 < record.peak_bytes < 300e6
 
 
 def test_an_answer_from_a_cache_is_wrong_for_other_inputs(local, tmp_path):

@@ -8,13 +8,13 @@ import torch
 
 from harness.case import Case
 from harness.cell import contested
-from harness.cell.contest import compete, full_cache, rival
+from harness.cell.contest import compete, fill, full_cache, rival
 from harness.cell.measure import measure_large
 from harness.kernels.call import Kernel
 from harness.kernels.eager import KERNEL as EAGER
 from harness.kernels.front import find_kernel
 from harness.suite.schema import Timing
-from harness.variants.cache import KVCache
+from harness.variants.cache import KVCache, SlidingKVCache
 from tests import wrong_kernels
 from tests.support.records import record
 
@@ -68,19 +68,19 @@ def test_a_filled_cache_is_as_large_as_the_formula_says_and_keeps_what_it_has():
     cache = full_cache(own)
     assert (cache.length, cache.allocated_bytes) == (1, 2 * 2 * 40 * 2 * 8 * 4)
     first = [stream.clone() for stream in cache.streams()]
-    cache.fill(39)
+    fill(cache, 39)
     assert cache.length == 39
     for before, stream in zip(first, cache.streams(), strict=True):
         torch.testing.assert_close(stream[:, :, :1], before, rtol=0, atol=0)
         assert 0.9 < stream[:, :, 1:].std() < 1.1
 
 
-def test_filling_grows_a_cache_that_is_too_short():
-    cache = KVCache()
+def test_a_sliding_cache_is_filled_as_far_as_it_reaches():
+    cache = SlidingKVCache(3000, window=100)
     cache.append(torch.ones(1, 1, 1, 4))
-    cache.fill(9)
-    assert cache.streams()[0].shape == (1, 1, 9, 4)
-    assert bool((cache.streams()[0][:, :, :1] == 1).all())
+    fill(cache, 2500)
+    assert cache.length == 2500
+    assert cache.streams()[0].shape == (1, 1, 100, 4)
 
 
 def test_all_sides_are_sampled_in_the_same_blocks():

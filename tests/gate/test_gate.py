@@ -1,5 +1,6 @@
 """Every rule of the exact gate, broken on purpose."""
 
+import hashlib
 import json
 import math
 import subprocess
@@ -332,17 +333,25 @@ def test_a_baseline_that_was_edited_by_hand_fails(tmp_path: Path) -> None:
     assert gate(run, tmp_path / "baseline") == ()
 
 
-def forget_hash(baseline: Path) -> None:
-    """As those have it that were accepted before it was kept."""
+def set_hash(baseline: Path, digest: str | None) -> None:
     about = baseline / "smoke.json"
-    about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "table_sha256"}))
+    kept = {k: v for k, v in json.loads(about.read_text()).items() if k != "table_sha256"}
+    about.write_text(json.dumps(kept | ({} if digest is None else {"table_sha256": digest})))
 
 
-def test_a_baseline_without_a_hash_of_its_table_is_taken_as_it_is(tmp_path: Path) -> None:
+def accept_table(baseline: Path) -> None:
+    """The table as it is now, as if an older version had accepted it."""
+    set_hash(baseline, hashlib.sha256((baseline / "smoke.csv").read_bytes()).hexdigest())
+
+
+def test_a_baseline_without_a_hash_of_its_table_fails(tmp_path: Path) -> None:
+    """Else an edit of the table is unseen as soon as one line of the file beside it is taken out, too."""
     run = folder(tmp_path / "run", record("a"), record("b"))
     accept(run, tmp_path / "baseline")
-    forget_hash(tmp_path / "baseline")
-    assert gate(run, tmp_path / "baseline") == ()
+    set_hash(tmp_path / "baseline", None)
+    (finding,) = gate(run, tmp_path / "baseline")
+    assert (finding.kind, finding.fails) == ("edited_baseline", True)
+    assert "smoke.json has no hash of" in finding.message and "accept a run" in finding.message
 
 
 def test_an_incomplete_run_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +390,7 @@ def test_a_baseline_from_before_peak_memory_was_gated_still_gates(tmp_path: Path
     accept(run, tmp_path / "baseline")
     csv = tmp_path / "baseline" / "smoke.csv"
     pd.read_csv(csv).drop(columns=PEAK).to_csv(csv, index=False)
-    forget_hash(tmp_path / "baseline")
+    accept_table(tmp_path / "baseline")
     (found,) = gate(run, tmp_path / "baseline")
     assert (found.kind, found.fails) == (PEAK, False)
     assert "accept a new one" in found.message
@@ -555,7 +564,7 @@ def test_a_baseline_from_before_metrics_were_gated_still_gates(tmp_path: Path) -
     accept(run, tmp_path / "baseline")
     csv = tmp_path / "baseline" / "smoke.csv"
     pd.read_csv(csv).drop(columns=["rel_l1", "cosine", "sparsity"]).to_csv(csv, index=False)
-    forget_hash(tmp_path / "baseline")
+    accept_table(tmp_path / "baseline")
     (found,) = gate(run, tmp_path / "baseline")
     assert (found.kind, found.fails) == ("rel_l1", False)
     assert "not gated in 1 cell: the baseline has none; accept a new one" in found.message

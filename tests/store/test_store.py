@@ -310,7 +310,7 @@ def test_tables_on_disk(run: RunFolder) -> None:
     back = pd.read_csv(run.path / store.CSV, dtype=str, keep_default_na=False)
     assert back["params"].tolist() == [str(2**53 + 1), ""]  # neither 0 nor a float
     assert back["err_ratio"].tolist() == ["inf", ""]
-    assert back["error"].tolist() == ['a,"b"\nc', ""]
+    assert back["error"].tolist() == ['a,"b"\\nc', ""]  # one line a cell
 
 
 def test_tables_are_replaced_whole_or_not_at_all(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

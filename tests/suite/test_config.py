@@ -247,7 +247,7 @@ def test_lines(path, line):
 
 
 def test_plain_data_is_what_safe_load_gives():
-    text = LINES + "- [1, 1.5, 1e3, .inf, 0x10, 010, 1_000, yes, ~, '8', null, 2024-01-02, <, '']\n- |\n  a\n  b\n"
+    text = LINES + "- [1, 1.5, 1e3, .inf, 0x10, 1_000, yes, ~, '8', null, 2024-01-02, <, '']\n- |\n  a\n  b\n"
     assert parse(text).plain() == yaml.safe_load(text)
 
 

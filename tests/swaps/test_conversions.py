@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from harness.variants.mla import MultiHeadLatentAttention
 from harness.variants.specs.grouped import grouped_kv_elements, grouped_params
 from harness.variants.specs.latent import LatentSizes, latent_params
 from tests.support import ROOT
-from tests.support.attention import filled
+from tests.support.attention import assert_same, draw_tokens, filled
 
 B, S, E, H, D = 2, 12, 40, 6, 8
 
@@ -748,3 +749,45 @@ def test_the_documentation_runs_and_its_table_is_what_the_code_gives(capsys: pyt
     assert printed
     for line in printed:
         assert line in page, line
+
+
+# The decompressor of a latent layer as a product
+
+
+@pytest.mark.parametrize("mode", ["naive", "absorbed", "auto"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_lora_of_full_rank_is_exact_and_below_it_the_nearest_product(mode: Any, bias: bool) -> None:
+    sizes: dict[str, Any] = {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 5}
+    sizes |= {"q_lora_rank": 7}
+    old: Any = filled(harness.MultiHeadLatentAttention(24, 4, **sizes, bias=bias, mode=mode))
+    x = draw_tokens(batch=2, length=7, width=24)
+    whole, report = harness.swap(old, to="lora-10")
+    assert report.exact
+    assert_same(lambda x: whole(x, causal=True), lambda x: old(x, causal=True), x)
+    expected = torch.linalg.svdvals(old.kv_b_proj.weight)
+    low: Any
+    for rank in (7, 3):
+        low, report = harness.swap(old, to=f"lora-{rank}")
+        error = (expected[rank:].square().sum() / expected.square().sum()).sqrt().item()
+        assert report.swapped[0].error == pytest.approx(error, rel=1e-9)
+        by_formula = latent_params(24, old.sizes, 7, decompress_rank=rank, bias=bias)
+        assert sum(p.numel() for p in low.parameters()) == by_formula
+        cache = low.new_cache()
+        steps = torch.cat([low(part, causal=True, cache=cache) for part in x.split([4, 1, 2], dim=1)], dim=1)
+        product = low.kv_b_proj.up.weight @ low.kv_b_proj.down.weight
+        plain = copy.deepcopy(old)
+        with torch.no_grad():
+            plain.kv_b_proj.weight.copy_(product)
+        assert_same(partial(low, causal=True), partial(plain, causal=True), x)
+        assert torch.allclose(steps, plain(x, causal=True), rtol=0, atol=1e-13)
+    back: Any = report.undo()
+    assert back.kv_b_proj.weight.shape == (4 * (6 + 5), 10)
+
+
+def test_lora_says_what_it_needs() -> None:
+    sizes: dict[str, Any] = {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 5}
+    layer = harness.MultiHeadLatentAttention(24, 4, **sizes)
+    with pytest.raises(SwapError, match='to = "lora": needs the rank'):
+        harness.swap(layer, to="lora")
+    with pytest.raises(SwapError, match="a product already, of rank 4"):
+        harness.swap(harness.swap(layer, to="lora-4")[0], to="lora-2")

@@ -253,9 +253,71 @@ def test_one_wrong_weight_is_seen(part: str) -> None:
 
 def test_errors() -> None:
     attention = harness.MultiHeadAttention(E, H)
-    with pytest.raises(ValueError, match="activation = 'swish': must be relu or gelu"):
+    with pytest.raises(ValueError, match="activation = 'swish': must be one of relu, gelu, silu, leaky_relu"):
         EncoderLayer(attention, E, FF, activation="swish")
     layer = torch_layer(True)
     layer.activation = torch.tanh
     with pytest.raises(SwapError, match="only relu and gelu are known"):
         harness.swap(layer, to="variant")
+
+
+# The small public classes
+
+
+@pytest.mark.parametrize(("activation", "function"), [("silu", F.silu), ("leaky_relu", F.leaky_relu)])
+@layers
+def test_other_activations_are_torch_s(activation: str, function: Any, norm_first: bool) -> None:
+    """torch's layer takes any function, and its attention through the swap is GQA with as many heads."""
+    theirs = torch_layer(norm_first, activation=function)
+    grouped = harness.GroupedQueryAttention(E, H, H, bias=True, dtype=torch.float64)
+    ours = harness.EncoderLayer(
+        grouped, E, FF, norm_first=norm_first, activation=activation, dtype=torch.float64
+    ).eval()
+    named = {name.replace("attention.out_proj", "self_attn.out_proj"): p for name, p in ours.named_parameters()}
+    with torch.no_grad(), fast_path(False):
+        for number, part in enumerate(("q_proj", "k_proj", "v_proj")):
+            for kind in ("weight", "bias"):
+                packed = getattr(theirs.self_attn, f"in_proj_{kind}")
+                named.pop(f"attention.{part}.{kind}").copy_(packed[number * E : (number + 1) * E])
+        for name, p in named.items():
+            p.copy_(theirs.get_parameter(name))
+        assert_same(ours, theirs, tokens())
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_attention_inside_a_layer_is_its_attention_and_the_rest(kv_heads: int) -> None:
+    layer = filled(harness.EncoderLayer(harness.GroupedQueryAttention(E, H, kv_heads), E, FF, activation="silu"))
+
+    def by_hand(x: Tensor) -> Tensor:
+        x = layer.norm1(x + layer.attention(x, causal=True))
+        out: Tensor = layer.norm2(x + layer.linear2(F.silu(layer.linear1(x))))
+        return out
+
+    assert_same(lambda x: layer(x, causal=True), by_hand, tokens())
+
+
+def test_mla_block_is_the_grid_s() -> None:
+    theirs = mla_block(bias=False)
+    ours, _ = harness.swap(theirs, to="variant")
+    made = harness.MLABlock(E, H, kv_lora_rank=10, rope_head_dim=4, v_head_dim=5, bias=False, dtype=torch.float64)
+    assert {n: p.shape for n, p in made.named_parameters()} == {n: p.shape for n, p in ours.named_parameters()}
+    made.load_state_dict(ours.state_dict())
+    assert_same(made.eval(), theirs, tokens())
+
+
+def test_scaled_dot_product_attention_is_torch_s() -> None:
+    q, k, v = (torch.randn(B, heads, S, 8, dtype=torch.float64) for heads in (H, 2, 2))
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    core = harness.ScaledDotProductAttention(temperature=3.0, dropout=0.5).eval()
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1 / 3.0, enable_gqa=True)
+
+    assert_same(lambda *t: core(*t, mask)[0], theirs, q, k, v)
+    _, weights = core(q, k, v, mask)
+    assert torch.allclose(weights.sum(-1), torch.ones(B, H, S, dtype=torch.float64))
+    torch.manual_seed(0)
+    dropped = core.train()(q, k, v, mask)[1]
+    assert 0.3 < float((dropped[..., mask] == 0).double().mean()) < 0.7
+    with pytest.raises(ValueError, match="temperature = 0: must be positive"):
+        harness.ScaledDotProductAttention(temperature=0)

@@ -5,6 +5,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -264,6 +265,53 @@ def test_freezing_under_torchs_names_reaches_the_split_projections(name: str, gr
         module(*self_inputs(5, 3))[0].sum().backward()
     assert all(part.grad is None for part in parts) and getattr(theirs, name).grad is None
     torch.testing.assert_close(ours.out_proj.weight.grad, theirs.out_proj.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias"])
+def test_data_and_gradients_under_torchs_names_are_those_of_the_split_projections(name: str) -> None:
+    """As who casts or clips by hand does: `p.data = p.data.half()`, `p.grad.mul_(...)`."""
+    theirs, ours = pair(EagerMultiheadAttention, "double")
+    x = [t.double() for t in self_inputs(5, 3)]
+    for module in (theirs, ours):
+        held = getattr(module, name)
+        held.data = held.data * 2
+        held.data.mul_(0.7)
+        assert held.grad is None and getattr(module, name).grad is None
+        module(*x)[0].square().sum().backward()
+        getattr(module, name).grad.mul_(0.5)
+    torch.testing.assert_close(getattr(ours, name).grad, getattr(theirs, name).grad)
+    for module in (theirs, ours):
+        module(*x)[0].square().sum().backward()  # adds to what was written
+        getattr(module, name).grad.data.add_(1)
+    kind = name.rpartition("_")[2]
+    parts = [ours.get_parameter(f"{part}.{kind}") for part in EagerMultiheadAttention.PARTS]
+    torch.testing.assert_close(
+        torch.cat([part.grad for part in parts if part.grad is not None]), getattr(theirs, name).grad
+    )
+    for module in (theirs, ours):
+        held = getattr(module, name)
+        held.grad = torch.ones_like(held)
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    for module in (theirs, ours):
+        getattr(module, name).grad = None
+    assert all(part.grad is None for part in parts)
+    for module in (theirs, ours):
+        held = getattr(module, name)
+        held.data = held.data.half()
+    assert getattr(ours, name).dtype == parts[0].dtype == torch.float16
+    with pytest.raises(RuntimeError, match="hook those of q_proj, k_proj and v_proj"):
+        getattr(ours, name).register_hook(lambda grad: grad * 2)
+
+
+@every_class
+def test_weights_made_in_inference_mode_run_there(kind: type[DropInAttention]) -> None:
+    layer, x = nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval(), self_inputs(5, 3)[0]
+    with torch.inference_mode():
+        ours = harness.replace_mha_with_eager(layer, use_in_proj=kind is EagerMultiheadAttentionWithInProj)
+        torch.testing.assert_close(ours(x), layer(x))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), layer(x))
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -570,6 +618,80 @@ def test_strides_are_torchs(kind: type[DropInAttention], batch_first: bool, need
     for shape in ((5, 3), (1, 3), (5, 1), (5,)):
         expected, found = (module(*self_inputs(*shape), need_weights=need_weights)[0] for module in (theirs, ours))
         assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+
+
+# What decides whether torch's class calls its fused operator in inference, whose output lies otherwise in memory.
+INFERENCE: dict[str, dict[str, Any]] = {
+    "no grad": {},
+    "frozen": {"grad": True, "module": lambda module: module.requires_grad_(False)},
+    "only the output frozen": {"grad": True, "module": lambda module: module.out_proj.requires_grad_(False)},
+    "frozen, its query not": {
+        "grad": True,
+        "module": lambda m: m.requires_grad_(False),
+        "query": Tensor.requires_grad_,
+    },
+    "training": {"module": nn.Module.train},
+    "odd heads": {"heads": 1},
+    "no bias": {"made": {"bias": False}},
+    "token": {"made": {"add_bias_kv": True}},
+    "zero token": {"made": {"add_zero_attn": True}},
+    "length first": {"made": {"batch_first": False}},
+    "cross attention": {"key": torch.clone},
+    "bool masks": {"attn_mask": torch.ones(3, 3).triu(1).bool(), "key_padding_mask": torch.zeros(5, 3).bool()},
+    "float mask": {"attn_mask": torch.zeros(3, 3)},
+    "float padding": {"key_padding_mask": torch.zeros(5, 3)},
+    "hint": {"attn_mask": torch.zeros(3, 3), "is_causal": True, "need_weights": False},
+    "autocast": {"autocast": True},
+    "autocast, cast before": {"autocast": True, "query": torch.Tensor.bfloat16},
+    "switched off": {"enabled": False},
+    "under a mode": {"device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("what", INFERENCE)
+@every_class
+def test_strides_in_inference_are_torchs(kind: type[DropInAttention], what: str) -> None:
+    """A dropout that follows (Monte Carlo dropout keeps it on) draws in their order."""
+    options = dict(INFERENCE[what])
+    made = {"batch_first": True} | options.pop("made", {})
+    heads, change, query = options.pop("heads", H), options.pop("module", None), options.pop("query", None)
+    key, grad, autocasts = options.pop("key", None), options.pop("grad", False), options.pop("autocast", False)
+    device, enabled = options.pop("device", None), options.pop("enabled", True)
+    theirs = nn.MultiheadAttention(E, heads, **made).eval()
+    ours = kind(E, heads, **made).eval()
+    ours.load_state_dict(theirs.state_dict())
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=autocasts))
+        stack.callback(torch.backends.mha.set_fastpath_enabled, True)
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        if device:
+            stack.enter_context(torch.device(device))
+        x = self_inputs(5, 3)[0]
+        x = x if query is None else query(x)
+        other = x if key is None else key(x)
+        results = []
+        for module in (theirs, ours):
+            if change is not None:
+                change(module)
+            torch.manual_seed(6)
+            results.append(module(x, other, other, **options))
+    for expected, found in zip(*results, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+@pytest.mark.parametrize("use_in_proj", [True, False])
+@torch.no_grad()
+def test_monte_carlo_dropout_of_the_same_seed_is_torchs(use_in_proj: bool) -> None:
+    attention, dropout = nn.MultiheadAttention(E, H, batch_first=True).eval(), nn.Dropout(0.3)
+    ours = harness.replace_mha_with_eager(attention, use_in_proj=use_in_proj)
+    results = []
+    for module in (attention, ours):
+        torch.manual_seed(6)
+        results.append(dropout(module(*self_inputs(5, 3))[0]))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -50,6 +50,9 @@ def test_latent_types_have_their_mode_and_deepseeks_proportions(attention_type: 
 
 def test_the_default_is_mha_and_gqa_may_be_spelt_both_ways() -> None:
     assert harness.UnifiedAttention(D_MODEL, HEADS).get_config()["num_kv_heads"] == HEADS
+    for heads, kv_heads in ((1, 1), (2, 1), (6, 1), (8, 2), (24, 6), (32, 8)):
+        alone = harness.UnifiedAttention(96, heads, attention_type="gqa", head_dim=4)
+        assert alone.get_config()["num_kv_heads"] == kv_heads
     spelt = harness.UnifiedAttention(D_MODEL, HEADS, 4, "gqa")
     assert spelt.get_config()["num_kv_heads"] == 4
     assert shapes(spelt) == shapes(make("gqa-4"))
@@ -114,6 +117,19 @@ def test_memory_usage_is_what_the_cache_and_the_parameters_occupy(
     assert usage["param_bytes"] == sum(storages.values())
 
 
+@torch.no_grad()
+def test_the_score_matrix_is_what_the_textbook_keeps() -> None:
+    q, k, v = torch.randn(2, 8, 9, 4), torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 4)
+    _, weights = harness.ScaledDotProductAttention()(q, k, v)
+    usage = make("gqa-2").get_memory_usage(9, 2)
+    assert usage["score_matrix_bytes"] == weights.untyped_storage().nbytes()
+
+
+def test_a_number_behind_mla_is_the_latent_s_rank() -> None:
+    assert make("mla-32").get_config()["kv_lora_rank"] == 32
+    assert shapes(make("mla-32")) == shapes(make("mla", kv_lora_rank=32))
+
+
 def test_memory_falls_with_kv_heads() -> None:
     """The mistake to avoid: k/v heads of d/kv channels, which save nothing."""
     per_token = {name: make(name).get_memory_usage(128)["kv_bytes_per_token"] for name in GROUPED}
@@ -125,11 +141,18 @@ def test_memory_falls_with_kv_heads() -> None:
 
 def test_memory_usage_of_a_published_model_needs_no_memory() -> None:
     llama = harness.UnifiedAttention(4096, 32, 8, "gqa", device="meta", dtype=torch.bfloat16)
+    scores, total = 32 * 4, 4096 + 83_886_080 + 32 * 4  # scored in float32
     assert llama.get_memory_usage(1) == {
         "kv_bytes_per_token": 4096,
-        "kv_cache_bytes": 4096,
         "params": 41_943_040,
+        "kv_cache_bytes": 4096,
+        "score_matrix_bytes": scores,
         "param_bytes": 83_886_080,
+        "total_bytes": total,
+        "kv_cache_mib": 4096 / 2**20,
+        "score_matrix_mib": scores / 2**20,
+        "param_mib": 80.0,
+        "total_mib": total / 2**20,
     }
     assert llama.get_memory_usage(8192, batch_size=4)["kv_cache_bytes"] == 4096 * 8192 * 4
 
@@ -143,7 +166,8 @@ def test_memory_usage_of_a_published_model_needs_no_memory() -> None:
         ({"attention_type": "gqa-4x"}, "attention_type = 'gqa-4x': must be one of"),
         ({"attention_type": "gqa--4"}, "attention_type = 'gqa--4': must be one of"),
         ({"attention_type": "mla_fast"}, "attention_type = 'mla_fast': must be one of"),
-        ({"attention_type": "gqa"}, 'attention_type "gqa" needs num_kv_heads'),
+        ({"attention_type": "mla-"}, "attention_type = 'mla-': must be one of"),
+        ({"attention_type": "mla-8", "kv_lora_rank": 4}, "kv_lora_rank = 4: mla-8 has 8"),
         ({"attention_type": "gqa-3"}, r"num_kv_heads \(3\) must divide num_heads \(8\)"),
         ({"attention_type": "gqa-0"}, r"num_kv_heads \(0\) must divide num_heads \(8\)"),
         ({"attention_type": "gqa", "num_kv_heads": 16}, r"num_kv_heads \(16\) must divide num_heads \(8\)"),

@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -149,6 +150,25 @@ def test_same_records_as_in_this_process(alone: str, tmp_path: Path):
     assert {record.status for record in expected.values()} == {"ok"}
     for name, record in by_id.items():
         assert repr(comparable(record)) == repr(comparable(expected[name]))
+
+
+@pytest.mark.parametrize("token", ["f" * 64, None])
+def test_a_wrong_token_and_none_are_told_in_one_line(alone: str, token: str | None, tmp_path: Path):
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CONFIG))
+    given = {"RAY_ADDRESS": alone, "HOME": str(tmp_path)} | ({"RAY_AUTH_TOKEN": token} if token else {})
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"} | given
+    command = [sys.executable, "-m", "harness", "run", "cluster.yaml", "--executor", "ray"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"the cluster at {alone} does not take this machine's token (wrong, or none)" in line
+    assert "RAY_AUTH_TOKEN" in line
+
+
+def test_ten_lines_of_ray_become_one():
+    said = b"".join(b"[2026-11-18 19:30:%02d,1 W 1 1] gcs.cc:1: Timed out\n" % second for second in range(10))
+    why = executor._why_not("here:1", ConnectionError("Failed to connect\nat all"), said)
+    assert why == "no cluster at here:1: Failed to connect (10 lines like: gcs.cc:1: Timed out)"
 
 
 def test_a_killed_node_loses_nothing(cluster: Cluster, alone: str, tmp_path: Path, monkeypatch, caplog):

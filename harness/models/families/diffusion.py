@@ -98,6 +98,8 @@ class Diffusion:
             heads=config.num_attention_heads,
             kv_heads=config.num_attention_heads,
             head_dim=config.attention_head_dim,
+            config_class=f"{type(model).__name__}'s config",  # diffusers has one class for all
+            hidden_size=config.num_attention_heads * config.attention_head_dim,
         )
 
     def batches(self, model: Any, generator: torch.Generator) -> Mapping[str, Batch]:

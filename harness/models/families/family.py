@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.errors import BadInput
 from harness.models.families.names import family_names
-from harness.registry import UnknownName
+from harness.registry import UnknownName, nearest
 from harness.swaps.engine import ADAPTERS
 
 
@@ -30,6 +30,15 @@ class Structure:
     heads: int | None  # None, here and below: the modules differ, or a user's own model does not tell
     kv_heads: int | None
     head_dim: int | None
+    config_class: str | None = None
+    hidden_size: int | None = None
+
+    @property
+    def groups(self) -> int | None:
+        """Query heads on one key/value head."""
+        if not self.heads or not self.kv_heads:
+            return None
+        return self.heads // self.kv_heads
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,9 @@ class Family:
 
 def find_family(name: str) -> Family:
     if name not in family_names():
-        raise UnknownName(f"unknown family {name!r}; known: {', '.join(family_names())}, or package.module:function")
+        known = ", ".join(family_names())
+        hint = nearest(name, family_names())
+        raise UnknownName(f"unknown family {name!r}; known: {known}, or package.module:function{hint}")
     try:
         found: Family = importlib.import_module(f"harness.models.families.{name}").FAMILY
     except ModuleNotFoundError as error:

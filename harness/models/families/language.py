@@ -85,6 +85,8 @@ def language_family(
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim(config),
+            config_class=type(config).__name__,
+            hidden_size=config.hidden_size,
         )
 
     return Family(

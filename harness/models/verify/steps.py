@@ -131,9 +131,14 @@ class _Run:
     def inspect(self) -> tuple[Status, str]:
         found = self.structure = self.family.inspect(self.model)
         self.done = replace(self.done, structure=found)
-        heads = f"{count(found.heads)} heads, {count(found.kv_heads)} kv heads, head dim {count(found.head_dim)}"
+        heads = (
+            f"{count(found.heads)} heads, {count(found.kv_heads)} kv heads, groups of {count(found.groups)}, "
+            f"head dim {count(found.head_dim)}, hidden size {count(found.hidden_size)}"
+        )
+        config = "" if found.config_class is None else f"{found.config_class}: "
         attentions = f", {found.attentions} attentions" if found.attentions != found.layers else ""
-        return "passed", f"{plural(found.layers, 'layer', 'layers')}{attentions} of {found.attention_class}: {heads}"
+        layers = plural(found.layers, "layer", "layers")
+        return "passed", f"{config}{layers}{attentions} of {found.attention_class}: {heads}"
 
     def swap(self) -> tuple[Status, str]:
         def watched(kernel: Kernel) -> Kernel:  # a kernel that writes into its inputs is told of by name

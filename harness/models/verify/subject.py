@@ -145,6 +145,7 @@ def structure_of(model: nn.Module) -> Structure:
         libraries = " or ".join(library for library, _ in ADAPTERS)
         kind = type(model).__name__
         raise FamilyError(f"no attention in {kind}: neither nn.MultiheadAttention nor a model of {libraries}")
+    config = getattr(model, "config", None)
     return Structure(
         layers=len({name.rpartition(".")[0] for name in found}),  # two attentions of one decoder layer are one layer
         attentions=len(found),
@@ -152,6 +153,8 @@ def structure_of(model: nn.Module) -> Structure:
         heads=_common(found.values(), "num_heads", "heads", "num_attention_heads"),
         kv_heads=_common(found.values(), "num_key_value_heads", "num_heads", "heads", "num_attention_heads"),
         head_dim=_common(found.values(), "head_dim"),
+        config_class=type(config).__name__ if config is not None else None,
+        hidden_size=getattr(config, "hidden_size", None) or _common(found.values(), "embed_dim", "hidden_size"),
     )
 
 

@@ -10,13 +10,14 @@ from harness.cell.build import Pair
 from harness.mutants.saboteurs.reach import both, context, decoded, keeps_values, visible
 from harness.mutants.saboteurs.saboteur import in_class
 from harness.variants.cache import KVCache
+from harness.variants.specs import VARIANTS
 
 PAGE = 64
 
 
 def _cache_in(pair: Pair, wrong: type[KVCache]) -> None:
-    """Nothing where the variant keeps no cache."""
-    if pair.candidate.new_cache is not None:
+    """Nothing where the variant keeps no cache, or one of another kind."""
+    if pair.candidate.new_cache is not None and VARIANTS[pair.case.variant].core == "softmax":
         # The class itself, not a closure: a float32 copy of the candidate makes the same caches.
         pair.candidate.module.new_cache = wrong  # type: ignore[assignment]
 

@@ -35,7 +35,7 @@ def one_element_off_by_one_percent(q: Tensor, k: Tensor, v: Tensor, call: Attent
     """One lane of one warp with a bad register: a single number of the output is wrong by 1 %."""
     out, weights = attend(q, k, v, call)
     factor = torch.ones_like(out)
-    factor[0, 0, 0, 0] = 1.01
+    factor[0, 0].view(-1)[out[0, 0].detach().nan_to_num(0.0).abs().argmax()] = 1.01  # the first may be of a dead row
     return out * factor, weights
 
 

@@ -19,6 +19,7 @@ from harness.case import Case
 from harness.cell.build import Pair
 from harness.kernels.call import AttentionCall, Kernel, Unsupported
 from harness.registry import Registry
+from harness.variants.specs import VARIANTS, Core
 
 T = TypeVar("T")
 Wrong = TypeVar("Wrong", bound=Callable[..., object])
@@ -143,9 +144,11 @@ def in_module(*, applies: Applies) -> Callable[[Spoil], Spoil]:
     return lambda spoil: _register(spoil, applies, spoil=spoil)
 
 
-def in_class(put: Callable[[Pair, type[T]], None], name: str, *, applies: Applies) -> Callable[[type[T]], type[T]]:
+def in_class(
+    put: Callable[[Pair, type[T]], None], name: str, *, applies: Applies, core: Core = "softmax"
+) -> Callable[[type[T]], type[T]]:
     """A wrong class, whose docstring says which bug it stands for; `put` sets it in the place of the right one."""
-    return lambda wrong: _register(wrong, applies, name=name, spoil=lambda pair: put(pair, wrong))
+    return lambda wrong: _register(wrong, applies, name=name, core=core, spoil=lambda pair: put(pair, wrong))
 
 
 def load_all() -> Registry[Saboteur]:
@@ -154,8 +157,13 @@ def load_all() -> Registry[Saboteur]:
     return SABOTEURS
 
 
-def _register(wrong: Wrong, applies: Applies, *, name: str | None = None, **how: Any) -> Wrong:
+def _register(wrong: Wrong, applies: Applies, *, name: str | None = None, core: Core = "softmax", **how: Any) -> Wrong:
+    """`core`: what the variants that it can be in are made around."""
     assert wrong.__doc__, f"{wrong.__name__} does not say which bug it stands for"
     name = name or wrong.__name__
-    SABOTEURS.add(name, Saboteur(name, " ".join(wrong.__doc__.split()), applies, **how))
+
+    def is_there(case: Case) -> bool:
+        return VARIANTS[case.variant].core == core and applies(case)
+
+    SABOTEURS.add(name, Saboteur(name, " ".join(wrong.__doc__.split()), is_there, **how))
     return wrong

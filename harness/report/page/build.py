@@ -48,11 +48,15 @@ def write_own_page(folder: Path, frame: pd.DataFrame) -> None:
         log.warning("no %s: %s: %s", PAGE, type(error).__name__, error)
 
 
-def write_page(runs: Sequence[StoredRun], path: Path) -> None:
+def refuse_without_packages(path: Path) -> None:
     if lost := missing_packages():
         raise BadInput(
             f"{path.name} needs {', '.join(lost)}; install them with: pip install 'attention-harness[report]'"
         )
+
+
+def write_page(runs: Sequence[StoredRun], path: Path) -> None:
+    refuse_without_packages(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # A label may hold half of a surrogate pair, from a folder name that is no UTF-8.
     store.write_atomically(path, build_page(runs).encode(errors="backslashreplace"))

@@ -63,7 +63,7 @@ def read_run(
         label=label or folder.resolve().name,
         frame=frame,
         environment=store.read_environment(folder) if (folder / store.ENVIRONMENT).exists() else None,
-        config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
+        config=store.read_regular(config).decode(errors="replace") if config.exists() else None,
         command=_command(stored.manifest),
         notes=tuple(frame.attrs.get("notes", ())),
         findings=findings if baseline is None else gate(read_gated_run(folder), baseline),
@@ -78,7 +78,7 @@ def read_gate(path: Path) -> tuple[tuple[Finding, ...] | None, tuple[TimingVerdi
     if not path.exists():
         return None, ()
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(store.read_regular(path).decode())
         known = {field.name for field in fields(TimingVerdict)}
         timing = [{key: value for key, value in row.items() if key in known} for row in document["timing"]]
         return tuple(Finding(**row) for row in document["findings"]), tuple(TimingVerdict(**row) for row in timing)

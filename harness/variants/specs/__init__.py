@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from harness.case import Case
 from harness.registry import Registry
@@ -16,6 +16,9 @@ from harness.registry import Registry
 # Axes that some variants do not have. For those they collapse to one value instead of multiplying the grid.
 OPTIONAL_AXES = ("kv_heads", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim")
 MATMUL = 2  # operations: a multiply and an add
+# What a variant's tokens meet in: one softmax of a kernel; a recurrence, which has no kernel; or several softmaxes.
+Core = Literal["softmax", "recurrence", "composed"]
+NO_KERNEL = "eager"  # stands where a case has its kernel, though a recurrence calls none
 
 
 class Impossible(ValueError):
@@ -38,11 +41,21 @@ class VariantSpec:
     flops: Callable[[Case], int]
     reference: Callable[[Case], str]  # a file in harness/references
     swap_options: Mapping[str, Any] = field(default_factory=dict)
+    state_bytes: Callable[[Case], int] | None = None  # of a cache that is not so much for each token
+    core: Core = "softmax"
+    masks: tuple[str, ...] | None = None  # which of variants/masks.py it can have; None: all
+
+    @property
+    def keeps_cache(self) -> bool:
+        return self.kv_elements_per_token is not None or self.state_bytes is not None
 
     def kv_cache_bytes(self, case: Case) -> int | None:
         """Bytes of the cache after `kv_len` tokens; training keeps none."""
-        if self.kv_elements_per_token is None or case.phase == "train":
+        if not self.keeps_cache or case.phase == "train":
             return None
+        if self.state_bytes is not None:
+            return self.state_bytes(case)
+        assert self.kv_elements_per_token is not None
         return case.batch * case.kv_len * self.kv_elements_per_token(case) * case.item_bytes
 
 

@@ -117,13 +117,21 @@ def _read_bytes(elements: int, itemsize: int) -> int:
 
 
 def latent_params(
-    embed_dim: int, sizes: LatentSizes, q_rank: int | None, *, bias: bool = False, latent_norm: bool = True
+    embed_dim: int,
+    sizes: LatentSizes,
+    q_rank: int | None,
+    *,
+    decompress_rank: int | None = None,
+    bias: bool = False,
+    latent_norm: bool = True,
 ) -> int:
     H, N, R, V, r = sizes
     queries = H * (N + R)
     q = embed_dim * queries if q_rank is None else embed_dim * q_rank + q_rank + q_rank * queries
     norm = r if latent_norm else 0
-    weights = q + embed_dim * (r + R) + norm + r * H * (N + V) + H * V * embed_dim
+    wide, rank = H * (N + V), decompress_rank
+    decompressor = r * wide if rank is None else rank * (r + wide)
+    weights = q + embed_dim * (r + R) + norm + decompressor + H * V * embed_dim
     biases = queries + (q_rank or 0) + (r + R) + H * (N + V) + embed_dim
     return weights + (biases if bias else 0)
 
