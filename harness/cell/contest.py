@@ -37,6 +37,10 @@ class Rival(Subject):
             fill(self._cache, self.steps[-1][0].start)
         self.call(self.example)
 
+    def of_size(self, case: Case) -> "Rival":
+        """The same module for a case of another length or batch; for its cache, not for a call."""
+        return replace(self, steps=steps_of(case)[-1:], context=self.context.new_zeros(case.batch, 1, case.embed_dim))
+
 
 def full_cache(own: Rival) -> Any:
     """Room for all tokens of the case, of which one is there."""

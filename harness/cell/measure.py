@@ -18,7 +18,7 @@ from harness.cell.apart import Apart, Packing
 from harness.cell.approximate import DENSE, Approximation, approximate
 from harness.cell.build import Pair, build_pair
 from harness.cell.clock import Clocked, fewer_threads, sample
-from harness.cell.contest import full_cache, rival
+from harness.cell.contest import Rival, full_cache, rival
 from harness.cell.peak import peak_bytes
 from harness.cell.referee import IN_FLOAT32, compare_pair, judge_timed
 from harness.cell.rule import Equivalence, worst_of
@@ -96,9 +96,7 @@ def measure(
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # someone's unfinished code: whatever it raises is its row
-        message = _describe(failure)
-        is_oom = isinstance(failure, MemoryError) or any(text in message for text in OUT_OF_MEMORY)
-        record = replace(record, status="oom" if is_oom else "error", error=message)
+        record = _failed(record, failure)
     return replace(record, seconds=time.perf_counter() - started, measured_seconds=stopwatch.seconds)
 
 
@@ -106,6 +104,11 @@ def measure(
 def _judged(case: Case, kernel: Kernel, seed: int, regimes: tuple[str, ...], accuracy: Accuracy | None) -> Record:
     """Cells that are alike but for their length share it."""
     return measure(case, kernel, seed=seed, regimes=regimes, timing=UNTIMED, accuracy=accuracy)
+
+
+@functools.lru_cache(maxsize=1)  # large; cells that are alike but for their length follow each other
+def _small_rival(case: Case, kernel: Kernel, seed: int) -> Rival:
+    return rival(case, kernel, seed)
 
 
 def measure_large(
@@ -123,18 +126,26 @@ def measure_large(
     judged = _judged(small, kernel, seed, tuple(regimes), accuracy)
     columns = {name: getattr(judged, name) for name in OF_THE_JUDGED}
     record = replace(record, **columns, judged_as=small.case_id)
+    if record.status not in EQUAL_STATUSES:
+        return record
     try:
-        own = rival(case, kernel, seed)
-        size = sum(p.numel() for p in own.side.module.parameters())
-        record = replace(record, params=size, ref_params=judged.ref_params)
+        own = _small_rival(small, kernel, seed).of_size(case)
         if own.side.new_cache is not None and case.phase != "train":
             held = full_cache(own).allocated_bytes
             record = replace(record, kv_cache_bytes=held, kv_bytes_per_token=held / (case.kv_len * case.batch))
-        if record.status in EQUAL_STATUSES and (unlike := _unlike(record)):
+        size = sum(p.numel() for p in own.side.module.parameters())
+        record = replace(record, params=size, ref_params=judged.ref_params)
+        if unlike := _unlike(record):
             record = replace(record, status=unlike[0], error=unlike[1])
-    except MemoryError as failure:
-        record = replace(record, status="oom", error=_describe(failure))
+    except Exception as failure:
+        record = _failed(record, failure)
     return replace(record, seconds=time.perf_counter() - started, measured_seconds=judged.measured_seconds)
+
+
+def _failed(record: Record, failure: BaseException) -> Record:
+    message = _describe(failure)
+    is_oom = isinstance(failure, MemoryError) or any(text in message for text in OUT_OF_MEMORY)
+    return replace(record, status="oom" if is_oom else "error", error=message)
 
 
 def _describe(failure: BaseException) -> str:

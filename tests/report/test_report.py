@@ -184,7 +184,7 @@ def test_terminal_fits_and_tells_all(width: int) -> None:
     assert "0.56" in text
     tables = [line for line in text.split("\n") if "results/x" not in line]
     assert max(map(len, tables)) <= width
-    assert ("What does it weigh?" in text) is (width < 140)
+    assert ("What does it weigh?" in text) is (width < 100)
     assert "\x1b" not in text  # not a terminal
 
 
