@@ -14,7 +14,7 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help architecture setup bench tradeoffs bench-kernels bench-sparse smoke test check fix verify sensitivity nightly gate gate-study timing-study history trend ci-summary report readme-figures clean distclean FORCE
+.PHONY: help architecture setup bench tradeoffs bench-kernels bench-sparse profile smoke test check fix verify sensitivity nightly gate gate-study timing-study history trend ci-summary report readme-figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,9 @@ bench: $(STAMP) ## Judge, weigh and time every cell of configs/default.yaml (abo
 
 tradeoffs: $(STAMP) ## MHA, GQA, MQA and MLA beside each other at real sizes, in contests (about 10 minutes)
 	@$(BIN)/harness run configs/tradeoffs.yaml $(ARGS)
+
+profile: $(STAMP) ## The same, and where its time went: by part of a cell's work, and by cell
+	@$(BIN)/harness run $(CONFIG) --profile $(ARGS)
 
 smoke: $(STAMP) ## The same over configs/smoke.yaml (seconds)
 	@$(BIN)/harness run configs/smoke.yaml $(ARGS)

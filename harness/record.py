@@ -55,6 +55,7 @@ class Record:
     worst_tensor: str | None = None
     worst_regime: str | None = None
     grad_max_abs_err: float | None = None
+    golden_rows: int | None = None  # of a large cell: queries that had a golden; absent where all had one
     # Weight.
     params: int | None = None
     ref_params: int | None = None
@@ -91,16 +92,19 @@ class Record:
     # Kept in records.jsonl, not in the table.
     seconds: float | None = None  # wall time of the whole case
     measured_seconds: float | None = None  # of which inside compared or timed calls
+    parts_s: dict[str, float] = field(default_factory=dict)  # part of the work -> seconds of the processor
     samples_s: dict[str, list[float]] = field(default_factory=dict)  # side -> seconds per call, block by block
     waited: dict[str, list[float]] = field(default_factory=dict)  # side -> share of each sample without a core
     equivalence: list[dict[str, Any]] = field(default_factory=list)  # every compared tensor in every regime
+    sampled: dict[str, Any] = field(default_factory=dict)  # of a large cell: seed and rows, regimes, the short length
     approximation: list[dict[str, Any]] = field(default_factory=list)  # an approximate kernel, regime by regime
     attempt: int = 1  # the highest counts: `--retry` repeats a case that failed, `--retime` the timing of another
 
 
 NOT_COLUMNS = frozenset(
-    {"seconds", "measured_seconds", "samples_s", "waited", "equivalence", "approximation", "attempt"}
-)
+    {"seconds", "measured_seconds", "parts_s", "samples_s", "waited", "equivalence", "sampled", "approximation",
+     "attempt"}
+)  # fmt: skip
 # What timing alone fills.
 SPEEDS = (
     "latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "timing", "threads",

@@ -11,6 +11,7 @@ from tests.support import ROOT
 BESIDE = (
     "kernels/", "variants/", "references/", "swaps/", "commands/", "report/", "models/families/names.py",
     "cell/clock.py", "cell/probe.py", "cell/relations.py", "cell/conduct.py", "cell/side.py", "cell/peak.py",
+    "cell/large.py", "cell/sampling.py",
     "candidate/state.py", "candidate/child.py", "candidate/isolated.py", "candidate/zygote.py",
     "store/files.py", "store/manifest.py", "workers/__init__.py", "workers/interrupts.py",
     "__init__.py", "__main__.py", "environment.py", "record.py", "errors.py", "registry.py", "text.py",

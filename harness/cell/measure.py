@@ -16,13 +16,15 @@ from harness.case import HALF, Case
 from harness.cell import apart, record_of
 from harness.cell.apart import Apart, Packing
 from harness.cell.approximate import DENSE, Approximation, approximate
-from harness.cell.build import Pair, build_pair
+from harness.cell.build import Pair, build_pair, poison_for
 from harness.cell.clock import Clocked, fewer_threads, sample
 from harness.cell.contest import Rival, full_cache, rival
+from harness.cell.large import LATEST, compare_pair, judge_timed
 from harness.cell.peak import peak_bytes
-from harness.cell.referee import IN_FLOAT32, compare_pair, judge_timed
+from harness.cell.referee import IN_FLOAT32
 from harness.cell.rule import Equivalence, worst_of
-from harness.cell.side import Side, Subject, run_steps
+from harness.cell.sampling import is_large
+from harness.cell.side import Side, Subject, filled_variant, run_steps
 from harness.cell.timing import Stopwatch, paired_ratio
 from harness.environment import Others
 from harness.kernels.call import ContractBroken, Kernel
@@ -62,8 +64,10 @@ def measure(
     """
     stopwatch, started, others = Stopwatch(), time.perf_counter(), Others()
     record, seed = record_of(case, status="error"), case.seed(seed)
+    LATEST.keep_for(case, regimes, seed=seed, poison=poison_for(case, kernel))
     try:
-        pair = build_pair(case, kernel, seed)
+        with stopwatch.part("building"):
+            pair = build_pair(case, kernel, seed)
         close, before = None, pair.calls  # calls are those of the comparison alone: what it bypasses, others may call
         if kernel.approximate and accuracy is not None:
             close = approximate(pair, regimes, seed=seed, stopwatch=stopwatch)
@@ -75,14 +79,16 @@ def measure(
             status, error = "ok", None
         else:
             before = pair.calls
-            equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
+            with stopwatch.part("inputs and all else"):
+                equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
             record = replace(record, calls=pair.calls - before, **_equality_columns(equivalence))
-            record = weighed(record, pair)
+            with stopwatch.part("weighing"):
+                record = weighed(record, pair)
             status, error = status_of(record, equivalence, kernel)
             record = record if close is None else replace(record, **close.columns())
         record = replace(record, status=status, error=error)
         if timing.enabled:
-            with fewer_threads(others):
+            with stopwatch.part("timing"), fewer_threads(others):
                 if close is not None:
                     record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
                 elif kernel.process is not None:
@@ -97,7 +103,12 @@ def measure(
         raise
     except BaseException as failure:  # someone's unfinished code: whatever it raises is its row
         record = _failed(record, failure)
-    return replace(record, seconds=time.perf_counter() - started, measured_seconds=stopwatch.seconds)
+    return replace(
+        record,
+        seconds=time.perf_counter() - started,
+        measured_seconds=stopwatch.seconds,
+        parts_s=stopwatch.parts,
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,7 +122,7 @@ def _small_rival(case: Case, kernel: Kernel, seed: int) -> Rival:
     return rival(case, kernel, seed)
 
 
-def measure_large(
+def measure_by_smaller(
     case: Case,
     kernel: Kernel,
     *,
@@ -139,7 +150,8 @@ def measure_large(
             record = replace(record, status=unlike[0], error=unlike[1])
     except Exception as failure:
         record = _failed(record, failure)
-    return replace(record, seconds=time.perf_counter() - started, measured_seconds=judged.measured_seconds)
+    seconds = time.perf_counter() - started
+    return replace(record, seconds=seconds, measured_seconds=min(seconds, judged.measured_seconds or 0.0))
 
 
 def _failed(record: Record, failure: BaseException) -> Record:
@@ -173,7 +185,9 @@ def weighed(record: Record, pair: Pair) -> Record:
         return record
     x = torch.zeros(case.batch, case.kv_len, case.embed_dim, dtype=getattr(torch, case.dtype))
     with torch.no_grad():
-        if case.phase == "decode":
+        if is_large(case):
+            cache = filled_variant(side.module, x[:, :1], length=case.kv_len)
+        elif case.phase == "decode":
             cache = run_steps(side, pair.steps, x)[1]
         else:
             cache = side.new_cache(case.kv_len)
@@ -191,6 +205,8 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
         "worst_regime": worst.regime,
         "grad_max_abs_err": max((e for e in gradients if e is not None), default=None),
         "equivalence": [asdict(v) for v in equivalence.verdicts],
+        "golden_rows": None if (sampled := equivalence.sampled) is None else len(sampled.rows),
+        "sampled": {} if sampled is None else asdict(sampled) | {"rows": list(sampled.rows)},
     }
 
 
@@ -206,11 +222,13 @@ def status_of(record: Record, equivalence: Equivalence, kernel: Kernel) -> tuple
         hint = "; the kernel is approximate: judge it by limits in `accuracy`, with `equivalence: approximate`"
     elif equivalence.judged == "degraded" and record.dtype in HALF and _is_right_in_float32(equivalence):
         hint = _rounded_scores(record.dtype)
+    if (sampled := equivalence.sampled) is not None:
+        hint += f" ({len(sampled.rows)} of {record.seq_len} queries have a golden, chosen by seed {sampled.seed})"
     return equivalence.judged, f"{worst.tensor} in regime {worst.regime}: {worst.reason}{hint}"
 
 
 def _is_right_in_float32(equivalence: Equivalence) -> bool:
-    shadow = [verdict.status for verdict in equivalence.verdicts if verdict.tensor.endswith(IN_FLOAT32)]
+    shadow = [verdict.status for verdict in equivalence.verdicts if IN_FLOAT32 in verdict.tensor]
     return bool(shadow) and set(shadow) == {"ok"}
 
 

@@ -85,10 +85,10 @@ def _measured(job: Job, kernel: "Kernel") -> Record:
         from harness.cell.contest import compete
 
         return compete((job.case, *job.rivals), seed=job.seed, timing=job.timing)
-    from harness.cell.measure import measure, measure_large
+    from harness.cell.measure import measure, measure_by_smaller
 
     if job.judge_len is not None and job.case.seq_len > job.judge_len:
-        return measure_large(
+        return measure_by_smaller(
             job.case, kernel, seed=job.seed, regimes=job.regimes, judge_len=job.judge_len, accuracy=job.accuracy
         )
     return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing, accuracy=job.accuracy,

@@ -9,7 +9,7 @@ import torch
 from harness.case import Case
 from harness.cell import contested
 from harness.cell.contest import compete, fill, full_cache, rival
-from harness.cell.measure import measure_large
+from harness.cell.measure import measure_by_smaller
 from harness.kernels.call import Kernel
 from harness.kernels.eager import KERNEL as EAGER
 from harness.kernels.front import find_kernel
@@ -113,7 +113,7 @@ def test_what_a_contest_measured_lands_in_the_right_rows():
 
 
 def large(kernel: Kernel, **axes: Any) -> Any:
-    return measure_large(case(seq_len=400, **axes), kernel, seed=0, regimes=["plain"], judge_len=12)
+    return measure_by_smaller(case(seq_len=400, **axes), kernel, seed=0, regimes=["plain"], judge_len=12)
 
 
 @pytest.mark.parametrize("variant", SIZES)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import harness.cell.build
 import harness.variants.gqa
 from harness.case import Case
+from harness.cell.large import compare_pair
 from harness.cell.measure import measure
-from harness.cell.referee import compare_pair
 from harness.cell.timing import Stopwatch, interleave
 from harness.environment import Others
 from harness.kernels.call import AttentionCall, ContractBroken
