@@ -363,7 +363,7 @@ def test_a_kernel_that_fails_only_while_it_is_timed(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("tired")
         return F.scaled_dot_product_attention(q, k, v, **options)
 
-    monkeypatch.setattr("harness.cell.measure.interleave", noted)
+    monkeypatch.setattr("harness.cell.clock.interleave", noted)
     found = record(tires, timing=BRIEF)
     assert found.status == "error"
     assert found.error is not None and "tired" in found.error

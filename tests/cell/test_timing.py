@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -55,7 +56,9 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=world.perf_counter))
+    monkeypatch.setattr(
+        timing, "time", SimpleNamespace(perf_counter=world.perf_counter, process_time=time.process_time)
+    )
     return world
 
 
@@ -131,7 +134,9 @@ def test_how_many_blocks(world: World, budget_s: float, min_blocks: int, max_blo
 
 def orders(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     world = World()
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=world.perf_counter))
+    monkeypatch.setattr(
+        timing, "time", SimpleNamespace(perf_counter=world.perf_counter, process_time=time.process_time)
+    )
     calls = {name: world.takes(name, 0.5) for name in "abc"}
     interleave(calls, budget_s=1e6, min_blocks=60, max_blocks=60, seed=seed)
     return blocks_of(world.log, 3)
