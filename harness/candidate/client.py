@@ -106,6 +106,10 @@ class Process:
     def is_dead(self) -> bool:
         return self._running is None
 
+    @property
+    def pid(self) -> int:
+        return self._running_now.child.pid
+
     def begin(self, threads: int) -> None:
         """A new case: what is held is forgotten."""
         self.start()

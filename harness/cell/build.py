@@ -118,11 +118,8 @@ def poison_for(case: Case, kernel: Kernel) -> float | None:
 
 
 def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
-    spec, reference = VARIANTS[case.variant], reference_of(case)
-    dtype = getattr(torch, case.dtype)
-    module = reference.build(case)
-    randomise(module, torch.Generator().manual_seed(seed))
-    module = module.to(dtype).eval()
+    spec, dtype = VARIANTS[case.variant], getattr(torch, case.dtype)
+    reference, module = build_reference(case, seed)
     watch = WatchedKernel(kernel)
     prefill = PrefillByEager(watch.as_kernel()) if case.phase == "decode" and kernel.domain.decode_only else None
     asked = watch.as_kernel() if prefill is None else prefill.as_kernel()
@@ -153,6 +150,14 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
         steps=steps,
         prefill=prefill,
     )
+
+
+def build_reference(case: Case, seed: int) -> tuple[Reference, nn.Module]:
+    """The case's reference, and a module of it with random weights."""
+    reference = reference_of(case)
+    module = reference.build(case)
+    randomise(module, torch.Generator().manual_seed(seed))
+    return reference, module.to(getattr(torch, case.dtype)).eval()
 
 
 def steps_of(case: Case) -> Steps:
@@ -221,7 +226,7 @@ class _AtRows:
 
 
 def _variant_views(case: Case, steps: Steps, dtype: torch.dtype) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_variant_view(case, *step, dtype) for step in steps)
+    return tuple(variant_view(case, *step, dtype) for step in steps)
 
 
 def _reference_views(
@@ -230,7 +235,7 @@ def _reference_views(
     return tuple(_reference_view(reference, case, *step, dtype) for step in steps)
 
 
-def _variant_view(case: Case, queries: range, keys: range, dtype: torch.dtype) -> Mapping[str, Any]:
+def variant_view(case: Case, queries: range, keys: range, dtype: torch.dtype) -> Mapping[str, Any]:
     rule = masks.MASKS[case.mask]
     at = masks.positions(case.batch, case.heads, queries, keys, case.seq_len)
     window = None if rule.window is None else rule.window(case.seq_len)

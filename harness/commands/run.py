@@ -44,6 +44,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--retry", action="store_true", help="with --resume: repeat cells with an error, timeout or oom"
     )
     parser.add_argument(
+        "--retime", action="store_true", help="with --resume: time cells anew that others disturbed meanwhile"
+    )
+    parser.add_argument(
         "--even-if-changed", action="store_true", help="with --resume: whatever changed since; the report will say so"
     )
     parser.add_argument(
@@ -78,6 +81,7 @@ def execute(options: argparse.Namespace) -> int:
             shard=options.shard,
             resume=options.resume,
             retry=options.retry,
+            retime=options.retime,
             even_if_changed=options.even_if_changed,
             executor=options.executor,
             jobs=options.jobs,

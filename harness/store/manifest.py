@@ -28,8 +28,8 @@ KERNELS = "kernels"  # the folder of their sources
 MANIFEST, CONFIG, ENVIRONMENT = "run.json", "config.yaml", "environment.json"
 # What a worker process imports, and so all that can change a record. To edit a report or the gate makes no other run.
 MEASURING = (
-    *("errors", "registry", "text", "yaml_lines", "case", "record", "kernels", "candidate", "variants", "references"),
-    *("swaps", "suite", "cell", "battery", "mutants", "diagnosis", "workers"),
+    *("errors", "registry", "text", "yaml_lines", "case", "record", "environment", "kernels", "candidate", "variants"),
+    *("references", "swaps", "suite", "cell", "battery", "mutants", "diagnosis", "workers"),
 )
 # Numbers may move with these; memory, the commit and pandas move none.
 COMPARED = ("python", "torch", "numpy", "platform", "cpu", "threads")
