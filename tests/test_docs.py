@@ -1,8 +1,11 @@
 """Every command, config and Python example of the README runs, and its table has today's columns."""
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,23 @@ def test_commands_of_a_section_run_in_order(section: str, workplace: Path, capsy
         printed = capsys.readouterr().out
         undecided = "--base" in arguments and "timing: INCONCLUSIVE  1 cell: 1 inconclusive" in printed
         assert code == (1 if undecided else 0), command
+
+
+@pytest.mark.slow
+def test_the_session_from_wrong_to_fixed_is_a_real_one(workplace: Path):
+    """Every line that is shown is printed by the command above it, in this order."""
+    (session,) = fences("console")
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for part in re.split(r"^\$ ", session, flags=re.MULTILINE)[1:]:
+        command, *shown = part.splitlines()
+        ended = subprocess.run(
+            command, shell=True, cwd=workplace, capture_output=True, text=True, check=False,
+            env=os.environ | {"PATH": programs, "COLUMNS": "120"},
+        )  # fmt: skip
+        printed, place = ended.stdout + ended.stderr, 0
+        for line in shown:
+            assert line in printed[place:], f"{command}\n{printed}"
+            place = printed.index(line, place) + len(line)
 
 
 def test_the_config_example_is_valid_and_runs(workplace: Path):
