@@ -139,7 +139,7 @@ class _Session:
         return None
 
     def _named(self, evidence: Evidence) -> tuple[Named, ...]:
-        if not evidence.is_plain_mismatch:
+        if not evidence.is_plain_mismatch or not evidence.tells_guesses_apart:
             return ()
         if evidence.before:
             return names_of([evidence, *self._after_others(evidence)], [], self._until(NAMING))
@@ -149,7 +149,7 @@ class _Session:
             if not usable(other) or other.reply.failure is not None or not other.has_shapes:
                 continue
             if other.is_plain_mismatch:
-                wrong.append(other)
+                wrong += [other] if other.tells_guesses_apart else []
             elif other.error <= CERTAIN * other.noise:
                 right.append(other)
             if not self.witness.has_time:

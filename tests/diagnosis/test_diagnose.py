@@ -210,7 +210,7 @@ def test_on_the_command_line(kernels, tmp_path):
     judged = python("-m", "harness", "judge", f"{kernels}:stale", *options)
     assert judged.code == 1, judged.err
     told = json.loads((tmp_path / "found.json").read_text())["diagnosis"]
-    assert told["headline"] in judged.out.replace("\n", " ")
+    assert " ".join(told["headline"].split()) in " ".join(judged.out.split())
     assert "cached by shape" in told["headline"] or "last output again" in told["headline"]
     script = tmp_path / "repro_stale.py"
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
@@ -228,7 +228,7 @@ def test_a_process_that_dies_loses_nothing(kernels):
     with pytest.raises(AssertionError) as told:
         harness.assert_kernel(f"{kernels}:dies", minutes=1, seed=1)
     first = str(told.value).splitlines()[0]
-    assert "its process dies: " in first and "is_causal" in first
+    assert "its process dies: the kernel's process left with exit code 9" in first
 
 
 def test_a_script_that_passes_is_no_script(tmp_path):
