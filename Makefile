@@ -14,7 +14,7 @@ BUSY  := $(VENV)/.installing
 LOG   := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help architecture setup bench bench-kernels bench-sparse smoke test check fix verify sensitivity nightly gate gate-study history trend ci-summary report readme-figures clean distclean FORCE
+.PHONY: help architecture setup bench tradeoffs bench-kernels bench-sparse profile smoke test check fix verify sensitivity nightly gate gate-study timing-study history trend ci-summary report readme-figures clean distclean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,12 @@ setup: $(STAMP) ## Create .venv and install into it (the other targets do this b
 
 bench: $(STAMP) ## Judge, weigh and time every cell of configs/default.yaml (about 4 minutes)
 	@$(BIN)/harness run $(CONFIG) $(ARGS)
+
+tradeoffs: $(STAMP) ## MHA, GQA, MQA and MLA beside each other at real sizes, in contests (about 10 minutes)
+	@$(BIN)/harness run configs/tradeoffs.yaml $(ARGS)
+
+profile: $(STAMP) ## The same, and where its time went: by part of a cell's work, and by cell
+	@$(BIN)/harness run $(CONFIG) --profile $(ARGS)
 
 smoke: $(STAMP) ## The same over configs/smoke.yaml (seconds)
 	@$(BIN)/harness run configs/smoke.yaml $(ARGS)
@@ -73,6 +79,10 @@ gate: $(STAMP) ## Compare the latest run with results/baseline, and with BASE=RE
 
 gate-study: $(STAMP) ## How often does the gate cry wolf or sleep, beside other tools? (hours; ARGS="--quick": 2 minutes)
 	@$(BIN)/python -m bench.gate_study $(ARGS)
+
+STATE ?= quiet
+timing-study: $(STAMP) ## Does the timer know when it was disturbed? STATE=quiet or busy (at most 8 minutes)
+	@$(BIN)/python -m bench.timing_study $(STATE) $(ARGS)
 
 history: $(STAMP) ## Keep the latest run as a night of results/history
 	@$(BIN)/harness trend --add results/latest $(ARGS)

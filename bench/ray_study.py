@@ -86,7 +86,7 @@ def timed(what: str, records: Iterator[Record]) -> list[Record]:
 
 def text(record: Record) -> str:
     """All but the clock's readings, floats to the last bit; as text, because NaN is not equal to itself."""
-    return repr(replace(record, seconds=None, measured_seconds=None))
+    return repr(replace(record, seconds=None, measured_seconds=None, parts_s={}))
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,26 @@ class Others:
         mine = os.times()
         family = {*self._own, *psutil.Process().children(recursive=True)}
         return sum(mine[:4]) + sum(map(_seconds_of, family))
+
+
+def waited(pids: Iterable[int]) -> float:
+    """Seconds that the threads of these processes have stood in line for a processor that others had, so far.
+
+    Linux alone tells; elsewhere 0, and how busy others were is all there is to go by.
+    """
+    nanoseconds = 0
+    for pid in pids:
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue
+        for thread in threads:
+            try:
+                with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                    nanoseconds += int(file.read().split()[1])
+            except OSError:  # it has just ended
+                continue
+    return nanoseconds / 1e9
 
 
 def _seconds_of(process: psutil.Process) -> float:

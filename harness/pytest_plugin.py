@@ -8,6 +8,7 @@ Each item is one question of `harness judge`, so that -k, -x and xdist work. Num
 same in all of its xdist workers; a failure names the seed that repeats them.
 """
 
+import functools
 import json
 import random
 import re
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from harness.cell.timing import Ratio
 
 SEEDS = 2**31
+DIAGNOSIS_S = 5.0
 SEED = pytest.StashKey[int]()
 REPORT = pytest.StashKey[list[dict[str, Any]]]()
 PROPERTY = "harness"  # of an item's report: xdist carries it from its workers
 MARKER = """\
 attention(kernel, checks=None, strict=False, **domain): the kernel that the fixture `attention` asks, a function, \
-file.py:function or package.module:function; `checks`: so many questions (default: the first 82, up to some 600), \
+file.py:function or package.module:function; `checks`: so many questions (default: the first 90 or so, of 600), \
 `strict`: rounded worse than the reference fails; `domain`: what it is for, as harness.kernel(...) declares it\
 """
 
@@ -64,6 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("attention", range(len(steps)), ids=names, indirect=True)
 
 
+@functools.cache  # a design takes seconds to make
 def _questions(seed: int, count: int | None) -> "list[Step]":
     """In the order of the battery; `count` beyond the opening takes those of the design, too."""
     from harness.battery.design import covering
@@ -109,7 +112,9 @@ def attention(request: pytest.FixtureRequest, _attention_kernels: dict[Any, Any]
             finding = step.done(examinee)
         request.node.user_properties.append((PROPERTY, {"kernel": examinee.name, "seed": seed, **asdict(finding)}))
         if finding.status in ("mismatch", "error") or (strict and finding.status == "degraded"):
-            pytest.fail(_told(examinee.name, finding, seed), pytrace=False)
+            is_first = (key, "told") not in _attention_kernels
+            _attention_kernels[key, "told"] = None
+            pytest.fail(_told(examinee, finding, seed, diagnosed=is_first), pytrace=False)
         if finding.status in ("refused", "skipped"):
             pytest.skip(f"{finding.status}: {finding.reason}")
         return finding
@@ -117,16 +122,30 @@ def attention(request: pytest.FixtureRequest, _attention_kernels: dict[Any, Any]
     return ask
 
 
-def _told(kernel: str, finding: "Finding", seed: int) -> str:
+def _told(examinee: Any, finding: "Finding", seed: int, *, diagnosed: bool) -> str:
+    """With a diagnosis (what, where, the worst element, the smallest call) of a kernel's first failure."""
+    kernel = examinee.name
     words = {"mismatch": "gives a wrong answer", "error": "fails", "degraded": "rounds worse than the reference"}
-    return (
-        f"{kernel} {words[finding.status]}\n"
-        f"  asked    {finding.call}\n"
-        f"  checked  {finding.check} ({finding.group})\n"
-        f"  found    {finding.reason}\n"
-        "           (N is the error that rounding explains; up to 2 N is ok)\n"
-        f"  again    pytest --harness-seed {seed}   or   harness judge {kernel} --seed {seed}"
-    )
+    lines = [
+        f"{kernel} {words[finding.status]}",
+        f"  asked     {finding.call}",
+        f"  checked   {finding.check} ({finding.group})",
+        f"  found     {finding.reason}",
+        "            (N is the error that rounding explains; up to 2 N is ok)",
+        *(_diagnosis(examinee, finding, seed) if diagnosed else ()),
+        f"  again     pytest --harness-seed {seed}   or   harness judge {kernel} --seed {seed}",
+    ]
+    return "\n".join(lines)
+
+
+def _diagnosis(examinee: Any, finding: "Finding", seed: int) -> list[str]:
+    from harness.battery.result import Judgement
+    from harness.diagnosis.session import diagnose
+    from harness.report.judgement import diagnosis_lines
+
+    alone = Judgement(examinee.name, seed, "", (finding,), planned=1, seconds=finding.seconds, minutes=1)
+    found = diagnose(examinee, alone, seconds=DIAGNOSIS_S, scripts=False)
+    return [] if found is None else [f"  {mark:<10}{words}" for mark, words in diagnosis_lines(found)]
 
 
 @dataclass(frozen=True)
@@ -152,13 +171,14 @@ def paired_timing(request: pytest.FixtureRequest) -> Callable[..., Contest]:
         from harness.cell.timing import interleave, paired_ratio
 
         calls = {"candidate": lambda: candidate(*arguments), "reference": lambda: reference(*arguments)}
-        samples = interleave(
+        timed = interleave(
             calls, budget_s=budget_s, min_blocks=11, max_blocks=501, seed=request.config.stash[SEED], warm_up=True
         )
-        ratio = paired_ratio(samples["candidate"], samples["reference"], seed=0)
-        done = Contest(request.node.name, samples["candidate"], samples["reference"], ratio)
-        timed = {"nodeid": request.node.nodeid, "ratio": [ratio.value, ratio.lo, ratio.hi], **samples}
-        request.node.user_properties.append((PROPERTY, {"timed": timed}))
+        ratio = paired_ratio(timed["candidate"], timed["reference"], seed=0)
+        samples = {name: each.seconds for name, each in timed.items()}
+        done = Contest(request.node.name, **samples, ratio=ratio)
+        told = {"nodeid": request.node.nodeid, "ratio": [ratio.value, ratio.lo, ratio.hi], **samples}
+        request.node.user_properties.append((PROPERTY, {"timed": told}))
         return done
 
     return contest

@@ -1,9 +1,10 @@
 """The loop: load, measure each case that is not yet finished, store it at once, derive the tables."""
 
 import logging
+import math
 import os
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -13,12 +14,14 @@ from rich.console import Console
 
 from harness import environment, store
 from harness.case import Case
+from harness.cell import contested
 from harness.environment import Others
 from harness.errors import INTERRUPTED, TERMINATED, BadInput
 from harness.kernels.sources import SourceFile, sources_of
-from harness.record import RETRIED, Record
+from harness.record import EQUAL_STATUSES, RETRIED, Record, retimed
 from harness.report import rebuild
 from harness.suite.config import Suite, load_suite, threads_of
+from harness.suite.contest import contests
 from harness.suite.schema import Limits
 from harness.text import progress
 from harness.workers import NAMES, Executor
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RESULTS = Path("results")
-BUSY_SHARE = 0.25  # of the machine's cores: kept busy by others, they make timings less sure than their intervals say
+AGAIN = 0.25  # of a run's time: at most as long cells that were disturbed are timed again
+BUSY_SHARE = 0.25  # of the machine's cores: kept busy by others, they disturb timings
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ def run(
     shard: tuple[int, int] | None = None,
     resume: bool = False,
     retry: bool = False,
+    retime: bool = False,
     even_if_changed: bool = False,
     executor: str | Executor = "local",
     jobs: int = 1,
@@ -65,7 +70,8 @@ def run(
     `shard` (i, n) takes every n-th case from the i-th on. A case that fails is a row, never an exception.
 
     `resume` goes on with the run in `out` (default: results/latest): finished cases are skipped, with `retry` those
-    that failed by an error, a timeout or for want of memory are repeated. Refused if the config, the code, a kernel or
+    that failed by an error, a timeout or for want of memory are repeated, with `retime` those that others disturbed
+    while they were timed are timed anew. Refused if the config, the code, a kernel or
     the environment is another by now, unless `even_if_changed`.
 
     `executor` says where cases are measured: "local" in `jobs` worker processes, "here" in this process, "ray" on a
@@ -73,9 +79,11 @@ def run(
     to go on with, if there is one.
     """
     started = time.time() if started is None else started
-    if (retry or even_if_changed) and not resume:
-        raise BadInput("--retry and --even-if-changed are about a run that is gone on with: add --resume")
+    if (retry or retime or even_if_changed) and not resume:
+        raise BadInput("--retry, --retime and --even-if-changed are about a run that is gone on with: add --resume")
     suite = load_suite(config, kernels=kernels)
+    if shard is not None and suite.contest is not None:
+        raise BadInput("--shard parts cells that a contest times together: run a config with `contest` whole")
     cases = store.take_shard(suite.cases, shard)
     chosen = _executor(executor, jobs, suite)
     # Before the folder is made: a kernel that cannot be loaded is bad input, not a row.
@@ -93,11 +101,11 @@ def run(
             _follow(folder.path)
         store.write_sources(folder.path, chain.from_iterable(sources.values()))
         pending = left_to_do(cases, folder.finished, retry=retry)
-        todo = [
-            Job.of(case, suite, threads=threads, origin=origins[case.kernel])
-            for case in cases
-            if case.case_id in pending
-        ]
+
+        def job_of(case: Case) -> Job:
+            return Job.of(case, suite, threads=threads, origin=origins[case.kernel])
+
+        todo = [job_of(case) for case in cases if case.case_id in pending]
 
         def go_on() -> str:
             hint = about.manifest.resume_command(folder.path, retry=retry)
@@ -105,7 +113,20 @@ def run(
 
         others = Others()
         try:
-            measure_all(todo, pending, folder, Console(stderr=True, quiet=quiet), chosen)
+            console, begun = Console(stderr=True, quiet=quiet), time.monotonic()
+            records = measure_all(todo, pending, folder, console, chosen)
+            seconds = math.inf if retime else AGAIN * (time.monotonic() - begun)  # that timing again may take
+            if suite.contest is not None:
+                known = {record.case_id: record for record in (*folder.finished, *records)}
+                groups = [(job_of(base), rivals) for base, *rivals in contests(cases, suite.contest)]
+                timed = [replace(job, rivals=tuple(rivals), timing=suite.timing) for job, rivals in groups]
+                hold(timed, known, folder, console, chosen, timings=["none"], seconds=math.inf)
+                hold(timed, known, folder, console, chosen, timings=["disturbed"], seconds=seconds)
+            else:
+                records += folder.finished if retime else ()
+                disturbed = {record.case_id: record for record in records if record.timing == "disturbed"}
+                again = [replace(job_of(case), retime=True) for case in cases if case.case_id in disturbed]
+                time_again(again, disturbed, folder, console, chosen, seconds=seconds)
             if todo and suite.timing.enabled and executor in ("local", "here"):
                 _tell_if_busy(*others.stop())
             # The time of earlier sessions is known case by case only.
@@ -133,16 +154,17 @@ def left_to_do(cases: Sequence[Case], finished: Iterable[Record], *, retry: bool
 
 def measure_all(
     todo: Sequence[Job], pending: dict[str, int], folder: store.RunFolder, console: Console, executor: Executor
-) -> None:
+) -> list[Record]:
     """Appends a record for each job, and strikes it off `pending`, which holds the number of its attempt."""
     if folder.finished:
         log.info("%d cells are finished, %d are to do", len(folder.finished), len(todo))
-    records = executor.run(todo)
+    records, measured = executor.run(todo), list[Record]()
     try:
         with progress(len(todo), console) as report:
             for done, record in enumerate(records, start=1):
                 attempt = pending[record.case_id]  # each once: a second record would spoil the file
-                folder.append(replace(record, attempt=attempt))
+                measured.append(replace(record, attempt=attempt))
+                folder.append(measured[-1])
                 del pending[record.case_id]
                 report(done, record.case_id)
                 log.info("%d/%d %s %s %s", done, len(todo), record.case_id, record.status, record.error or "")
@@ -151,14 +173,75 @@ def measure_all(
             records.close()  # stops what is under way
     if pending:
         raise store.StoreError(f"no record came back for {store.some(tuple(pending))}")
+    return measured
+
+
+def time_again(
+    todo: Sequence[Job],
+    disturbed: Mapping[str, Record],
+    folder: store.RunFolder,
+    console: Console,
+    executor: Executor,
+    *,
+    seconds: float,
+) -> None:
+    """Cells that were disturbed, later in the run and for at most so many seconds; what is disturbed again stays so."""
+    for again in _records(todo, console, executor, seconds=seconds):
+        folder.append(retimed(disturbed[again.case_id], again))
+
+
+def hold(
+    todo: Sequence[Job],
+    known: dict[str, Record],
+    folder: store.RunFolder,
+    console: Console,
+    executor: Executor,
+    *,
+    timings: Sequence[str],
+    seconds: float,
+) -> None:
+    """Contests of cells that are equal, where a cell's timing is one of these; for at most so many seconds."""
+    jobs = {}
+    for job in todo:
+        rivals = [rival for rival in job.rivals if known[rival.case_id].status in EQUAL_STATUSES]
+        records = [known[case.case_id] for case in (job.case, *rivals)]
+        if rivals and records[0].status in EQUAL_STATUSES and any(record.timing in timings for record in records):
+            jobs[job.case.case_id] = replace(job, rivals=tuple(rivals))
+    for found in _records(list(jobs.values()), console, executor, seconds=seconds):
+        if found.status not in EQUAL_STATUSES:
+            log.warning("the contest of %s could not be held: %s", found.case_id, found.error)
+            continue
+        job = jobs[found.case_id]
+        before = {case.case_id: known[case.case_id] for case in (job.case, *job.rivals)}
+        for record in contested(before, found, seed=job.seed):
+            folder.append(record)
+            known[record.case_id] = record
+
+
+def _records(todo: Sequence[Job], console: Console, executor: Executor, *, seconds: float) -> Iterator[Record]:
+    """One after another, until they are done or the time is up."""
+    if not todo:
+        return
+    deadline, records = time.monotonic() + seconds, executor.run(todo)
+    try:
+        with progress(len(todo), console) as report:
+            for done, record in enumerate(records, start=1):
+                yield record
+                report(done, record.case_id)
+                log.info("%d/%d %s timed", done, len(todo), record.case_id)
+                if time.monotonic() > deadline:
+                    break
+    finally:
+        if isinstance(records, Generator):
+            records.close()
 
 
 def _tell_if_busy(seconds: float, others: float) -> None:
     cores = os.cpu_count() or 1
     if others > BUSY_SHARE * cores:
         log.warning(
-            "other programs kept %.1f of %d cores busy in these %.0f s: verdicts hold, speeds are less sure than their "
-            "intervals say; see `harness doctor`", others, cores, seconds
+            "other programs kept %.1f of %d cores busy in these %.0f s: verdicts hold, and speeds that this disturbed "
+            "are marked; see `harness doctor`", others, cores, seconds
         )  # fmt: skip
 
 

@@ -10,10 +10,11 @@ from tests.support import ROOT
 # What a run also calls, beside the way: the parts that are measured, single checks, and what is no affair of a cell's.
 BESIDE = (
     "kernels/", "variants/", "references/", "swaps/", "commands/", "report/", "models/families/names.py",
-    "cell/probe.py", "cell/relations.py", "cell/conduct.py", "cell/side.py", "cell/peak.py",
+    "cell/clock.py", "cell/probe.py", "cell/relations.py", "cell/conduct.py", "cell/side.py", "cell/peak.py",
+    "cell/large.py", "cell/sampling.py",
     "candidate/state.py", "candidate/child.py", "candidate/isolated.py", "candidate/zygote.py",
     "store/files.py", "store/manifest.py", "workers/__init__.py", "workers/interrupts.py",
-    "__init__.py", "__main__.py", "environment.py", "errors.py", "registry.py", "text.py",
+    "__init__.py", "__main__.py", "environment.py", "record.py", "errors.py", "registry.py", "text.py",
 )  # fmt: skip
 CONFIG = """\
 name: way

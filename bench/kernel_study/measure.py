@@ -11,7 +11,7 @@ from bench.kernel_study import guard
 from bench.kernel_study.cell import Point, Sides
 from bench.kernel_study.result import BASELINES, MEASURED, NOT_RUN, UNSUPPORTED, WRONG, Result
 from harness.cell.peak import peak_bytes
-from harness.cell.timing import Ratio, interleave, paired_ratio
+from harness.cell.timing import Ratio, Samples, interleave, paired_ratio
 
 SEED = 0
 SAMPLE_S = 4e-3  # a short call is made several times in a row
@@ -50,7 +50,7 @@ def not_run(point: Point, reason: str) -> list[Result]:
     return [Result(point.cell, name, NOT_RUN, reason) for name in point.side_names]
 
 
-def _time(calls: Mapping[str, Callable[[], Tensor]], patience: Patience, *, required: bool) -> dict[str, list[float]]:
+def _time(calls: Mapping[str, Callable[[], Tensor]], patience: Patience, *, required: bool) -> dict[str, Samples]:
     start = time.perf_counter()
     for call in calls.values():
         call()
@@ -66,9 +66,7 @@ def _time(calls: Mapping[str, Callable[[], Tensor]], patience: Patience, *, requ
     )
 
 
-def _result(
-    point: Point, sides: Sides, name: str, samples: Mapping[str, list[float]], peaks: Mapping[str, int]
-) -> Result:
+def _result(point: Point, sides: Sides, name: str, samples: Mapping[str, Samples], peaks: Mapping[str, int]) -> Result:
     present = [baseline for baseline in BASELINES if baseline in samples]
     ratios: dict[str, Ratio] = {
         baseline: paired_ratio(samples[name], samples[baseline], seed=SEED)
@@ -80,9 +78,9 @@ def _result(
         point.cell,
         name,
         MEASURED,
-        seconds=tuple(samples[name]),
+        seconds=tuple(samples[name].seconds),
         ratios=ratios,
-        baseline_seconds=statistics.median(samples[present[0]]) if present else None,
+        baseline_seconds=statistics.median(samples[present[0]].seconds) if present else None,
         work=sides.work[name],
         peak_bytes=peaks[name],
         peak_x_textbook=peaks[name] / whole if whole else None,

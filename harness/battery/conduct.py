@@ -317,7 +317,7 @@ def gradients_later(examinee: Examinee, seed: int) -> Finding:
 
 
 def changed_before_gradients(examinee: Examinee, seed: int) -> Finding:
-    """The inputs get other numbers in place between a call and its gradients, as by an optimizer or a cache: an error, as
+    """The inputs get other numbers in place between a call and its gradients, as by a cache: an error, as
     in torch, or the gradients of the numbers that they were. Silently a mixture of both is wrong."""
     where = point(24, 40, 16, gradients="qkv", batch="2", kv_heads="3")  # no groups: no copies of k and v
     words, (call, other) = f"{where.words}, inputs changed before the gradients", _calls([where, where], seed)
@@ -327,8 +327,7 @@ def changed_before_gradients(examinee: Examinee, seed: int) -> Finding:
         return problem
     ticket, cotangent = reply.ticket, call.request.cotangent
     assert ticket is not None and cotangent is not None
-    without = {"gradients": (), "cotangent": None, "mode": "no_grad"}
-    examinee.ask(replace(other.request, reuse=ticket, **without))
+    examinee.ask(replace(other.request, reuse=ticket, gradients=(), cotangent=None, mode="no_grad"))
     answer = examinee.differentiate(ticket, cotangent)
     examinee.release(ticket)
     if isinstance(answer, Failure):

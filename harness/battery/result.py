@@ -47,6 +47,7 @@ class Judgement:
     seconds: float
     minutes: float
     is_strict: bool = False
+    replaced: tuple[str, ...] = ()  # in torch, numpy or time by the kernel's code; that reached itself alone
 
     @property
     def status(self) -> str:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from harness.candidate.request import Request
+from harness.cell.sampling import choose_rows
 
 WORK = 1 << 20  # multiplications of one golden
 LEAST = 6
-BORDERS = (16, 32, 64, 128, 256, 512, 1024)
 
 
 def sampled_rows(request: Request, allowed: Tensor | None, generator: torch.Generator) -> Tensor | None:
@@ -18,11 +18,7 @@ def sampled_rows(request: Request, allowed: Tensor | None, generator: torch.Gene
     if L * of_one <= WORK or L <= LEAST:
         return None
     count = min(L, max(LEAST, WORK // max(of_one, 1)))
-    wanted = [0, L - 1]
+    dead = []
     if allowed is not None and allowed.shape[2] == L:
-        dead = (~allowed.any(-1)).flatten(0, 1).any(0).nonzero().flatten()
-        wanted += dead[:1].tolist()
-    near = [place for border in BORDERS for place in (border, border - 1) if place < L]
-    wanted += [near[place] for place in torch.randperm(len(near), generator=generator).tolist()[: count // 2]]
-    wanted += torch.randperm(L, generator=generator).tolist()
-    return torch.tensor(sorted(dict.fromkeys(wanted[: max(count, 3)])))
+        dead = (~allowed.any(-1)).flatten(0, 1).any(0).nonzero().flatten()[:1].tolist()
+    return choose_rows(L, count, generator, special=dead)

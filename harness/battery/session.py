@@ -51,6 +51,7 @@ def judge(
         for finding in _asked(plan.steps(), examinee, until=started + 60 * minutes, go_on=go_on):
             findings.append(finding)
             on_finding(len(findings), max(plan.planned, len(findings)), finding)
+    replaced = examinee.patched() if isinstance(examinee, Process) else ()
     if is_ours and isinstance(examinee, Process):
         examinee.stop()
     return Judgement(
@@ -62,6 +63,7 @@ def judge(
         seconds=time.perf_counter() - started,
         minutes=minutes,
         is_strict=strict,
+        replaced=replaced,
     )
 
 

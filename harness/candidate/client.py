@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 START_S = 120.0
 CHUNK = 1 << 16
-UNTOLD_BYTES = 64 << 20  # by which a process may grow in a call beyond what it says: pages of code, the profiler's events
+UNTOLD_BYTES = 64 << 20  # by which a process may grow in a call beyond what it says: code, the events of a profiler
 SERVER = "harness.candidate.server"
 
 
@@ -105,6 +105,10 @@ class Process:
     @property
     def is_dead(self) -> bool:
         return self._running is None
+
+    @property
+    def pid(self) -> int:
+        return self._running_now.child.pid
 
     def begin(self, threads: int) -> None:
         """A new case: what is held is forgotten."""

@@ -157,6 +157,8 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(count)
     try:
         yield
+        if count is not None and torch.get_num_threads() == before != count:  # else it would pass for put back
+            raise ContractBroken(f"kernel set torch's threads to {before}")
     finally:
         if count is not None and torch.get_num_threads() == count:  # else the kernel set another: that is told
             torch.set_num_threads(before)

@@ -9,7 +9,6 @@ where nobody's code is, and taken off: a kernel that could say when to stop the 
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from harness.candidate.client import Process
 from harness.cell.build import Pair
 from harness.cell.side import Subject
+from harness.cell.timing import Samples
 from harness.kernels.call import AttentionCall
 from harness.kernels.layouts import find_layout
 from harness.kernels.layouts.layout import SdpaCall
@@ -94,9 +94,11 @@ class Packing:
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
 
-def without(packing: Sequence[float], samples: Sequence[float]) -> list[float]:
-    """Samples less what packing took in the same block."""
-    return [max(sample - packed, LEAST_OWN * sample) for sample, packed in zip(samples, packing, strict=True)]
+def without(packing: Samples, samples: Samples) -> Samples:
+    """Samples less what packing took in the same block; as whole as the less whole of the two."""
+    pairs = zip(samples.seconds, packing.seconds, strict=True)
+    own = [max(sample - packed, LEAST_OWN * sample) for sample, packed in pairs]
+    return Samples(own, [max(pair) for pair in zip(samples.waited, packing.waited, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,10 @@ class Apart:
         self.process.install(self.subject)
         self._size = self.subject.example.numel()
         self._pool = torch.randn(2 * self._size).to(self.subject.example.dtype)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def sample(self, repeats: int) -> float:
         """Seconds per call, each on numbers of its own."""

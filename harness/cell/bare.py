@@ -32,15 +32,13 @@ from harness.cell.golden import (
     textbook_autocast,
     uncancelled,
 )
-from harness.cell.rule import JITTER_DRAWS, OK_FACTOR, TensorVerdict, Term, Yardstick, decide, ratio_to
+from harness.cell.rule import JITTER_DRAWS, TensorVerdict, Term, Yardstick
+from harness.cell.sampling import ALL_QUERIES, judge_others
 
 LARGEST_JITTERED = 1e3  # of a mask's numbers: beyond that they stand for "hidden", and must not change places
 FEW_DRAWS = 2
 BELIEVED = 100.0  # times the smallest noise of any reference
 USUAL_LOG_SUM = 16.0  # beyond it the rounding of a kept log of the sum counts, u |log sum exp|
-OTHER_ROWS = 4.0  # both sides may be off by 2 N
-ALL_QUERIES = "out (all queries)"
-PROMOTED, PROMOTIONS = 6, 4  # queries that get a golden because they depart from torch's answer; so many times
 
 
 class Unanswered(Exception):
@@ -141,33 +139,15 @@ class Held:
         return torch.Size((*q.shape[:3], v.shape[3]))
 
     def _others(self, stick: Yardstick, answer: Tensor) -> TensorVerdict:
-        """Every query against torch's own answer, by the floor of those that have a golden.
-
-        Those that depart most get a golden, and are held to that: torch may be the one that rounds worse.
-        """
+        """Every query against torch's own answer."""
         assert self.whole is not None
-        u = torch.finfo(stick.dtype).eps
-        floor = stick.floor
-        least = float(floor.r.rows.max() + floor.jitter.rows.max())
-        known = self.whole.isfinite()  # where torch's own answer is not, there is nothing to compare with
+        known = torch.ones((), dtype=torch.bool)
         if (lost := lost_rows(self.request)) is not None:
-            known = known & ~lost[..., None]
-        wide = torch.promote_types(stick.dtype, torch.float32)
-        N = least + u * float(self.whole.masked_fill(~known, 0.0).abs().max())
-        error = (answer.to(wide) - self.whole.to(wide)).abs().masked_fill_(~known, 0.0)
-        by_query = ratio_to(error.nan_to_num(float("inf")).amax((0, 1, 3)), torch.tensor(N)) * OK_FACTOR / OTHER_ROWS
-        verdict = TensorVerdict(ALL_QUERIES, "", "ok", err_ratio=float(by_query.max()))
-        for _ in range(PROMOTIONS):
-            if decide(float(by_query.max()), 0.0) == "ok":
-                break
-            most = by_query.topk(min(PROMOTED, by_query.shape[0])).indices.sort().values
-            verdict = self._of_queries(most, answer)
-            if verdict.status not in ("ok", "skipped"):
-                return replace(verdict, reason=f"{verdict.reason}, most {_place(error)}")
-            by_query[most] = 0.0
-        return verdict
+            known = ~lost[..., None]
+        promote = partial(self._of_queries, answer=answer)
+        return judge_others(answer, self.whole, stick, known=known, rows=2, promote=promote)
 
-    def _of_queries(self, rows: Tensor, answer: Tensor) -> TensorVerdict:
+    def _of_queries(self, rows: Tensor, *, answer: Tensor) -> TensorVerdict:
         """These alone, each with a golden."""
         asked = replace(self.request, cotangent=None, directions=(), gradients=())
         held = Held.of(asked, torch.Generator().manual_seed(0), rows=rows, others=False)
@@ -294,11 +274,6 @@ def _believed(sticks: Sequence[Yardstick]) -> list[Yardstick]:
     rounding = torch.finfo(first.dtype).eps * first.floor.size.total
     limit = BELIEVED * (least + max(stick.floor.jitter.total for stick in sticks) + rounding)
     return [stick for stick in sticks if stick.floor.r.total <= limit or stick.floor.r.total == least]
-
-
-def _place(error: Tensor) -> str:
-    b, h, i, _ = (int(n) for n in torch.unravel_index(error.argmax(), error.shape))
-    return f"at batch {b}, head {h}, query {i}"
 
 
 def answered(request: Request) -> bool:

@@ -1,7 +1,6 @@
 """Case -> Pair: the reference with random weights, the candidate made from it by the swap, and each side's masks."""
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from harness.case import Case
-from harness.cell.side import OwnCaches, Side, run_variant
+from harness.cell.sampling import is_large, places_of
+from harness.cell.side import OwnCaches, Side, Steps, filled_variant, run_variant
 from harness.kernels.call import AttentionCall, ContractBroken, Kernel, WrongDtype
 from harness.kernels.prefill import PrefillByEager
-from harness.references import Reference
+from harness.references import Reference, RunRows, reference_of
 from harness.swaps import VARIANT, SwapReport, swap
 from harness.variants import masks
 from harness.variants.specs import VARIANTS
@@ -29,7 +29,7 @@ class Pair:
     candidate: Side
     watch: "WatchedKernel"
     swap_report: SwapReport
-    steps: tuple[tuple[range, range], ...]  # positions of the queries and of the keys of each step
+    steps: Steps
     prefill: PrefillByEager | None = None  # of a kernel for decode steps alone
 
     @property
@@ -39,10 +39,32 @@ class Pair:
         return of_modules if self.prefill is None else of_modules - self.prefill.calls
 
     @property
+    def trusted(self) -> Reference:
+        return reference_of(self.case)
+
+    def at_length(self, length: int) -> "Pair":
+        """The same modules on shorter sequences, all of whose rows have a golden."""
+        case = dataclasses.replace(self.case, seq_len=length)
+        steps, dtype = _dense_steps(case), getattr(torch, case.dtype)
+        return dataclasses.replace(
+            self,
+            case=case,
+            reference=dataclasses.replace(self.reference, views=_reference_views(self.trusted, case, steps, dtype)),
+            candidate=dataclasses.replace(self.candidate, views=_variant_views(case, steps, dtype)),
+            steps=steps,
+        )
+
+    def last_step(self) -> "Pair":
+        def last(side: Side) -> Side:
+            return dataclasses.replace(side, views=side.views[-1:])
+
+        return dataclasses.replace(
+            self, reference=last(self.reference), candidate=last(self.candidate), steps=self.steps[-1:]
+        )
+
+    @property
     def poison(self) -> float | None:
-        """Of hidden tokens in the poison regime: NaN for kernels that promise not to leak; None: finite garbage."""
-        shields = self.watch.kernel.shielded and VARIANTS[self.case.variant].core != "recurrence"
-        return float("nan") if shields else None
+        return poison_for(self.case, self.watch.kernel)
 
     @property
     def compares_weights(self) -> bool:
@@ -89,14 +111,15 @@ class WatchedKernel:
         return out, weights
 
 
+def poison_for(case: Case, kernel: Kernel) -> float | None:
+    """Of hidden tokens in the poison regime: NaN for kernels that promise not to leak; None: finite garbage."""
+    shields = kernel.shielded and VARIANTS[case.variant].core != "recurrence"
+    return float("nan") if shields else None
+
+
 def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
-    spec = VARIANTS[case.variant]
-    name = spec.reference(case)
-    reference: Reference = importlib.import_module(f"harness.references.{name}").REFERENCE
-    dtype = getattr(torch, case.dtype)
-    module = reference.build(case)
-    randomise(module, torch.Generator().manual_seed(seed))
-    module = module.to(dtype).eval()
+    spec, dtype = VARIANTS[case.variant], getattr(torch, case.dtype)
+    reference, module = build_reference(case, seed)
     watch = WatchedKernel(kernel)
     prefill = PrefillByEager(watch.as_kernel()) if case.phase == "decode" and kernel.domain.decode_only else None
     asked = watch.as_kernel() if prefill is None else prefill.as_kernel()
@@ -108,17 +131,19 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
         reference=Side(
             module=module,
             forward=reference.run,
-            views=tuple(_reference_view(reference, case, *step, dtype) for step in steps),
+            views=_reference_views(reference, case, steps, dtype),
             new_cache=reference.new_cache,
             gives_weights=reference.gives_weights,
+            filled=None if reference.streams is None else _Filled(reference),
             other_backend=reference.other_backend,
         ),
         candidate=Side(
             module=candidate,
             forward=run_variant,
-            views=tuple(_variant_view(case, *step, dtype) for step in steps),
+            views=_variant_views(case, steps, dtype),
             new_cache=OwnCaches(candidate) if spec.keeps_cache else None,
             gives_weights=kernel.gives_weights,
+            filled=filled_variant,
         ),
         watch=watch,
         swap_report=report,
@@ -127,7 +152,22 @@ def build_pair(case: Case, kernel: Kernel, seed: int) -> Pair:
     )
 
 
-def steps_of(case: Case) -> tuple[tuple[range, range], ...]:
+def build_reference(case: Case, seed: int) -> tuple[Reference, nn.Module]:
+    """The case's reference, and a module of it with random weights."""
+    reference = reference_of(case)
+    module = reference.build(case)
+    randomise(module, torch.Generator().manual_seed(seed))
+    return reference, module.to(getattr(torch, case.dtype)).eval()
+
+
+def steps_of(case: Case) -> Steps:
+    """A prefill and a few tokens after it; of a large cell single tokens, each after a context that is given."""
+    if case.phase == "decode" and is_large(case):
+        return tuple((range(t, t + 1), range(t + 1)) for t in places_of(case.seq_len))
+    return _dense_steps(case)
+
+
+def _dense_steps(case: Case) -> Steps:
     S = case.seq_len
     if case.phase != "decode":
         return ((range(S), range(S)),)
@@ -148,7 +188,54 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(1.0 + 0.3 * noise)
 
 
-def _variant_view(case: Case, queries: range, keys: range, dtype: torch.dtype) -> Mapping[str, Any]:
+def at_rows(pair: Pair, rows: Tensor) -> Side:
+    """The reference, asked for some of a sequence's queries: (B, n, E) comes out, in the order of `rows`."""
+    case, reference = pair.case, pair.trusted
+    at = masks.positions(case.batch, case.heads, range(0), range(case.seq_len), case.seq_len)
+    at = dataclasses.replace(at, i=rows.view(1, 1, -1, 1))
+    mask = masks.dense(masks.MASKS[case.mask], at, getattr(torch, case.dtype))
+    if mask is not None:
+        mask = mask.expand(-1, -1, rows.numel(), -1)
+    view = reference.view(case, mask, False)
+    assert reference.run_rows is not None
+    return dataclasses.replace(pair.reference, forward=_AtRows(reference.run_rows, rows), views=(view,))
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A reference's cache that holds these tokens."""
+
+    reference: Reference
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Any:
+        assert self.reference.streams is not None and self.reference.cache_of is not None
+        return self.reference.cache_of(module, self.reference.streams(module, x))
+
+
+@dataclass(frozen=True)
+class _AtRows:
+    """A Side's `forward` that gives some of the queries."""
+
+    run: RunRows
+    rows: Tensor
+
+    def __call__(
+        self, module: nn.Module, x: Tensor, view: Mapping[str, Any], cache: Any, need_weights: bool
+    ) -> tuple[Tensor, None]:
+        return self.run(module, x, self.rows, view), None
+
+
+def _variant_views(case: Case, steps: Steps, dtype: torch.dtype) -> tuple[Mapping[str, Any], ...]:
+    return tuple(variant_view(case, *step, dtype) for step in steps)
+
+
+def _reference_views(
+    reference: Reference, case: Case, steps: Steps, dtype: torch.dtype
+) -> tuple[Mapping[str, Any], ...]:
+    return tuple(_reference_view(reference, case, *step, dtype) for step in steps)
+
+
+def variant_view(case: Case, queries: range, keys: range, dtype: torch.dtype) -> Mapping[str, Any]:
     rule = masks.MASKS[case.mask]
     at = masks.positions(case.batch, case.heads, queries, keys, case.seq_len)
     window = None if rule.window is None else rule.window(case.seq_len)

@@ -55,10 +55,10 @@ class Jitter:
         return moved
 
 
-def plain_and_jittered(plain: S, shake: Callable[[S], S]) -> Iterator[S]:
+def plain_and_jittered(plain: S, shake: Callable[[S], S], *, jittered: int = JITTER_DRAWS) -> Iterator[S]:
     """The subjects of all draws, each made when its turn comes."""
     yield plain
-    for _ in range(JITTER_DRAWS):
+    for _ in range(jittered):
         yield shake(plain)
 
 

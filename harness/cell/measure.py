@@ -1,8 +1,9 @@
 """Case -> Record: is it the same, what does it weigh, how fast is it, how much memory does one call take."""
 
+import functools
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from harness.case import HALF, Case
 from harness.cell import apart, record_of
 from harness.cell.apart import Apart, Packing
 from harness.cell.approximate import DENSE, Approximation, approximate
-from harness.cell.build import Pair, build_pair
+from harness.cell.build import Pair, build_pair, poison_for
+from harness.cell.clock import Clocked, fewer_threads, sample
+from harness.cell.contest import Rival, full_cache, rival
+from harness.cell.large import LATEST, compare_pair, judge_timed
 from harness.cell.peak import peak_bytes
-from harness.cell.referee import IN_FLOAT32, compare_pair, judge_timed
-from harness.cell.rule import Equivalence, TensorVerdict, worst_of
-from harness.cell.side import Side, Subject, run_steps
-from harness.cell.timing import SAMPLE_S, Stopwatch, Timed, interleave, paired_ratio
+from harness.cell.referee import IN_FLOAT32
+from harness.cell.rule import Equivalence, worst_of
+from harness.cell.sampling import is_large
+from harness.cell.side import Side, Subject, filled_variant, run_steps
+from harness.cell.timing import Stopwatch, paired_ratio
+from harness.environment import Others
 from harness.kernels.call import ContractBroken, Kernel
 from harness.kernels.domain import PLAIN
 from harness.kernels.front import find_kernel
@@ -33,6 +39,10 @@ OF_THE_WORST = (  # columns that are the worst tensor's own
     *("max_abs_err", "mean_abs_err", "max_rel_err", "max_ulp_err"),
     *("ref_max_abs_err", "err_budget", "err_ratio"),
 )
+OF_THE_JUDGED = (*OF_THE_WORST, "status", "error", "worst_tensor", "worst_regime", "grad_max_abs_err", "calls",
+                 "equivalence")  # fmt: skip
+JUDGED_BATCH = 2  # at most, of a cell that is judged at a smaller size
+UNTIMED = Timing(enabled=False)
 LARGE_SCORE = 16.0  # of the example in a message
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -45,15 +55,19 @@ def measure(
     regimes: Sequence[str],
     timing: Timing,
     accuracy: Accuracy | None = None,
+    retime: bool = False,
 ) -> Record:
     """Never raises for what the candidate does: its failure is the result, beside what was measured before it.
 
     `accuracy` are the limits by which approximate kernels are judged; without them all are judged as exact ones.
+    `retime`: it was judged before; of a record that is equal the speed alone counts.
     """
-    stopwatch, started = Stopwatch(), time.perf_counter()
+    stopwatch, started, others = Stopwatch(), time.perf_counter(), Others()
     record, seed = record_of(case, status="error"), case.seed(seed)
+    LATEST.keep_for(case, regimes, seed=seed, poison=poison_for(case, kernel))
     try:
-        pair = build_pair(case, kernel, seed)
+        with stopwatch.part("building"):
+            pair = build_pair(case, kernel, seed)
         close, before = None, pair.calls  # calls are those of the comparison alone: what it bypasses, others may call
         if kernel.approximate and accuracy is not None:
             close = approximate(pair, regimes, seed=seed, stopwatch=stopwatch)
@@ -61,23 +75,26 @@ def measure(
             record = replace(record, calls=pair.calls - before, **close.error_columns(), **close.columns())
             record = weighed(record, pair)
             status, error = _unlike(record) or close.verdict(accuracy)
+        elif retime:
+            status, error = "ok", None
         else:
             before = pair.calls
-            equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
+            with stopwatch.part("inputs and all else"):
+                equivalence = compare_pair(pair, regimes, seed=seed, stopwatch=stopwatch)
             record = replace(record, calls=pair.calls - before, **_equality_columns(equivalence))
-            record = weighed(record, pair)
+            with stopwatch.part("weighing"):
+                record = weighed(record, pair)
             status, error = status_of(record, equivalence, kernel)
             record = record if close is None else replace(record, **close.columns())
         record = replace(record, status=status, error=error)
-        if timing.enabled and close is not None:
-            record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
-        elif timing.enabled and kernel.process is not None:
-            speed, verdicts = _time_apart(pair, kernel.process, timing, seed, stopwatch)
-            record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
-            if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
-                record = replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
-        elif timing.enabled:
-            record = replace(record, **_time(pair, timing, seed, stopwatch))
+        if timing.enabled:
+            with stopwatch.part("timing"), fewer_threads(others):
+                if close is not None:
+                    record = replace(record, **_time_approximate(pair, close, timing, seed, stopwatch))
+                elif kernel.process is not None:
+                    record = _timed_apart(record, pair, kernel.process, timing, seed, stopwatch)
+                else:
+                    record = replace(record, **_time(pair, timing, seed, stopwatch))
     except NotImplementedError as refusal:  # Unsupported, or in whatever other words: in a backward pass, for instance
         record = replace(record, status="unsupported", error=str(refusal) or told(refusal))
     except ContractBroken as broken:
@@ -85,10 +102,62 @@ def measure(
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # someone's unfinished code: whatever it raises is its row
-        message = _describe(failure)
-        is_oom = isinstance(failure, MemoryError) or any(text in message for text in OUT_OF_MEMORY)
-        record = replace(record, status="oom" if is_oom else "error", error=message)
-    return replace(record, seconds=time.perf_counter() - started, measured_seconds=stopwatch.seconds)
+        record = _failed(record, failure)
+    return replace(
+        record,
+        seconds=time.perf_counter() - started,
+        measured_seconds=stopwatch.seconds,
+        parts_s=stopwatch.parts,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _judged(case: Case, kernel: Kernel, seed: int, regimes: tuple[str, ...], accuracy: Accuracy | None) -> Record:
+    """Cells that are alike but for their length share it."""
+    return measure(case, kernel, seed=seed, regimes=regimes, timing=UNTIMED, accuracy=accuracy)
+
+
+@functools.lru_cache(maxsize=1)  # large; cells that are alike but for their length follow each other
+def _small_rival(case: Case, kernel: Kernel, seed: int) -> Rival:
+    return rival(case, kernel, seed)
+
+
+def measure_by_smaller(
+    case: Case,
+    kernel: Kernel,
+    *,
+    seed: int,
+    regimes: Sequence[str],
+    judge_len: int,
+    accuracy: Accuracy | None = None,
+) -> Record:
+    """A cell that is too long to be judged as it is: judged at `judge_len` tokens, weighed at its own size."""
+    started, record = time.perf_counter(), record_of(case, status="error")
+    small = replace(case, seq_len=judge_len, batch=min(case.batch, JUDGED_BATCH))
+    judged = _judged(small, kernel, seed, tuple(regimes), accuracy)
+    columns = {name: getattr(judged, name) for name in OF_THE_JUDGED}
+    record = replace(record, **columns, judged_as=small.case_id)
+    if record.status not in EQUAL_STATUSES:
+        return record
+    try:
+        own = _small_rival(small, kernel, seed).of_size(case)
+        if own.side.new_cache is not None and case.phase != "train":
+            held = full_cache(own).allocated_bytes
+            record = replace(record, kv_cache_bytes=held, kv_bytes_per_token=held / (case.kv_len * case.batch))
+        size = sum(p.numel() for p in own.side.module.parameters())
+        record = replace(record, params=size, ref_params=judged.ref_params)
+        if unlike := _unlike(record):
+            record = replace(record, status=unlike[0], error=unlike[1])
+    except Exception as failure:
+        record = _failed(record, failure)
+    seconds = time.perf_counter() - started
+    return replace(record, seconds=seconds, measured_seconds=min(seconds, judged.measured_seconds or 0.0))
+
+
+def _failed(record: Record, failure: BaseException) -> Record:
+    message = _describe(failure)
+    is_oom = isinstance(failure, MemoryError) or any(text in message for text in OUT_OF_MEMORY)
+    return replace(record, status="oom" if is_oom else "error", error=message)
 
 
 def _describe(failure: BaseException) -> str:
@@ -116,7 +185,9 @@ def weighed(record: Record, pair: Pair) -> Record:
         return record
     x = torch.zeros(case.batch, case.kv_len, case.embed_dim, dtype=getattr(torch, case.dtype))
     with torch.no_grad():
-        if case.phase == "decode":
+        if is_large(case):
+            cache = filled_variant(side.module, x[:, :1], length=case.kv_len)
+        elif case.phase == "decode":
             cache = run_steps(side, pair.steps, x)[1]
         else:
             cache = side.new_cache(case.kv_len)
@@ -134,6 +205,8 @@ def _equality_columns(equivalence: Equivalence) -> dict[str, Any]:
         "worst_regime": worst.regime,
         "grad_max_abs_err": max((e for e in gradients if e is not None), default=None),
         "equivalence": [asdict(v) for v in equivalence.verdicts],
+        "golden_rows": None if (sampled := equivalence.sampled) is None else len(sampled.rows),
+        "sampled": {} if sampled is None else asdict(sampled) | {"rows": list(sampled.rows)},
     }
 
 
@@ -149,11 +222,13 @@ def status_of(record: Record, equivalence: Equivalence, kernel: Kernel) -> tuple
         hint = "; the kernel is approximate: judge it by limits in `accuracy`, with `equivalence: approximate`"
     elif equivalence.judged == "degraded" and record.dtype in HALF and _is_right_in_float32(equivalence):
         hint = _rounded_scores(record.dtype)
+    if (sampled := equivalence.sampled) is not None:
+        hint += f" ({len(sampled.rows)} of {record.seq_len} queries have a golden, chosen by seed {sampled.seed})"
     return equivalence.judged, f"{worst.tensor} in regime {worst.regime}: {worst.reason}{hint}"
 
 
 def _is_right_in_float32(equivalence: Equivalence) -> bool:
-    shadow = [verdict.status for verdict in equivalence.verdicts if verdict.tensor.endswith(IN_FLOAT32)]
+    shadow = [verdict.status for verdict in equivalence.verdicts if IN_FLOAT32 in verdict.tensor]
     return bool(shadow) and set(shadow) == {"ok"}
 
 
@@ -184,28 +259,33 @@ def _time(pair: Pair, timing: Timing, seed: int, stopwatch: Stopwatch) -> dict[s
     pair.watch.checking = False
     calls = {"candidate": timed_call(pair, pair.candidate, seed), "reference": timed_call(pair, pair.reference, seed)}
     with stopwatch.running():
-        samples = _samples(calls, timing, seed)
+        timed = sample(calls, timing, seed)
         peak = peak_bytes(calls["candidate"])
-    return _speed_columns(samples, peak, seed)
+    return _speed_columns(timed, peak, seed)
 
 
-def _time_apart(
-    pair: Pair, process: Process, timing: Timing, seed: int, stopwatch: Stopwatch
-) -> tuple[dict[str, Any], list[TensorVerdict]]:
-    """Both sides in processes of their own; and verdicts on some of the timed calls."""
+def _timed_apart(
+    record: Record, pair: Pair, process: Process, timing: Timing, seed: int, stopwatch: Stopwatch
+) -> Record:
+    """Both sides in processes of their own; some of the timed calls are judged."""
     subject, layout = subject_of(pair, pair.candidate, seed), process.domain.layout
+    process.begin(torch.get_num_threads())
     candidate = Apart(process, subject)
     sides = {"candidate": candidate, "reference": Apart(_beside("reference"), subject_of(pair, pair.reference, seed))}
     if layout != PLAIN:
         packing = Packing.of(pair, subject_of(pair, pair.candidate, seed), layout)
         sides["packing"] = Apart(_beside("packing"), packing)
     with stopwatch.running():
-        samples = _samples(sides, timing, seed, sample_s=apart.SAMPLE_S)
+        timed = sample(sides, timing, seed, sample_s=apart.SAMPLE_S)
         peak = process.peak(candidate.fresh())
-    if "packing" in samples:
-        samples["candidate"] = apart.without(samples["packing"], samples["candidate"])
+    if "packing" in timed.samples:
+        timed.samples["candidate"] = apart.without(timed.samples["packing"], timed.samples["candidate"])
     verdicts = [v for result in candidate.kept for v in judge_timed(pair, subject, result, seed=seed)]
-    return _speed_columns(samples, peak, seed), verdicts
+    speed = _speed_columns(timed, peak, seed)
+    record = replace(record, **speed, equivalence=[*record.equivalence, *map(asdict, verdicts)])
+    if record.status in EQUAL_STATUSES and (wrong := worst_of(verdicts)).status != "ok":
+        record = replace(record, status=wrong.status, error=f"{wrong.tensor}: {wrong.reason}")
+    return record
 
 
 def _beside(purpose: str) -> Process:
@@ -232,45 +312,33 @@ def _time_approximate(
     calls |= {"dense": _call_on(dense, dense.candidate, xs[worst])}
     calls |= {"reference": _call_on(pair, pair.reference, xs[worst])}
     with stopwatch.running():
-        samples = _samples(calls, timing, seed)
+        timed = sample(calls, timing, seed)
         peak = peak_bytes(calls[f"candidate {worst}"])
-    of_regime = {regime: samples[f"candidate {regime}"] for regime in xs}
-    ratios = {regime: paired_ratio(own, samples["dense"], seed=seed) for regime, own in of_regime.items()}
-    latencies = {regime: (1e3 * _median(own), ratios[regime]) for regime, own in of_regime.items()}
-    kept = {"candidate": of_regime[worst], "reference": samples["reference"], "dense": samples["dense"]}
-    timed = [closeness.as_dict() for closeness in close.timed(latencies).regimes]
-    return _speed_columns(kept, peak, seed) | {"approximation": timed}
+    of_regime = {regime: timed.samples[f"candidate {regime}"] for regime in xs}
+    ratios = {regime: paired_ratio(own, timed.samples["dense"], seed=seed) for regime, own in of_regime.items()}
+    latencies = {regime: (1e3 * own.typical, ratios[regime]) for regime, own in of_regime.items()}
+    kept = {"candidate": of_regime[worst], **{name: timed.samples[name] for name in ("reference", "dense")}}
+    regimes = [closeness.as_dict() for closeness in close.timed(latencies).regimes]
+    return _speed_columns(replace(timed, samples=kept), peak, seed) | {"approximation": regimes}
 
 
-def _samples(
-    calls: Mapping[str, Timed], timing: Timing, seed: int, sample_s: float = SAMPLE_S
-) -> dict[str, list[float]]:
-    """With as much time for each call as in a cell with two."""
-    return interleave(
-        calls,
-        budget_s=timing.budget_s * len(calls) / 2,
-        min_blocks=timing.min_blocks,
-        max_blocks=timing.max_blocks,
-        seed=seed,
-        sample_s=sample_s,
-    )
-
-
-def _speed_columns(samples: dict[str, list[float]], peak: int, seed: int) -> dict[str, Any]:
-    ratio = paired_ratio(samples["candidate"], samples["reference"], seed=seed)
+def _speed_columns(timed: Clocked, peak: int, seed: int) -> dict[str, Any]:
+    candidate, reference = timed.samples["candidate"], timed.samples["reference"]
+    ratio = paired_ratio(candidate, reference, seed=seed)
     return {
-        "latency_ms": 1e3 * _median(samples["candidate"]),
-        "ref_latency_ms": 1e3 * _median(samples["reference"]),
+        "latency_ms": 1e3 * candidate.typical,
+        "ref_latency_ms": 1e3 * reference.typical,
         "latency_ratio": ratio.value,
         "latency_ratio_lo": ratio.lo,
         "latency_ratio_hi": ratio.hi,
+        "timing": "disturbed" if ratio.disturbed else "ok",
+        "threads": torch.get_num_threads(),
+        "others_busy": round(timed.others_busy, 2),
+        "rounds": ratio.rounds,
         "peak_bytes": peak,
-        "samples_s": samples,
+        "samples_s": {name: samples.seconds for name, samples in timed.samples.items()},
+        "waited": {name: [round(w, 4) for w in samples.waited] for name, samples in timed.samples.items()},
     }
-
-
-def _median(samples: list[float]) -> float:
-    return sorted(samples)[len(samples) // 2]
 
 
 def subject_of(pair: Pair, side: Side, seed: int) -> Subject:

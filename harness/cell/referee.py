@@ -4,27 +4,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from harness.case import HALF
-from harness.cell import self_checks as metamorphic
-from harness.cell.apart import TimedResult
+from harness.cell import self_checks
 from harness.cell.build import Pair
 from harness.cell.draws import Draws, Jitter, draw, fast_path_off, plain_and_jittered, torch_threads
 from harness.cell.regimes import Inputs, make_inputs
-from harness.cell.rule import Equivalence, TensorVerdict, Yardstick, judge
-from harness.cell.side import Side, Subject, run_steps, train_step
+from harness.cell.rule import JITTER_DRAWS, TensorVerdict, Yardstick
+from harness.cell.side import Side, run_steps, train_step
 from harness.cell.timing import Stopwatch
 from harness.kernels.call import ContractBroken, WrongDtype
 from harness.swaps.weights import WeightSource
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 # The most sensitive regime: a scale wrong by 1e-3 stands at 450 N and more in it, at 30 N in peaked and offset.
 SHADOW_REGIME = "plain"
-TIMED = "timed"  # the regime of inputs that a kernel was timed on
+REFERENCES, GOLDENS, JITTERING = "reference", "golden", "jittered copies"  # parts of a cell's work
+CANDIDATE, VERDICTS, CHECKS = "candidate", "floors and verdicts", "kernel against itself"
 IN_FLOAT32 = " (in float32)"  # ends the name of a shadow's tensor
 
 
@@ -51,6 +53,9 @@ class Expected:
     inputs: Inputs
     cotangent: Tensor
     draws: Draws[dict[str, Any]]  # every tensor by name
+    rows: Tensor | None = None  # of a large cell: the queries that have a golden
+    whole: Tensor | None = None  # and what the reference gives for all
+    held: tuple[Tensor, ...] = ()  # what a cache is given to hold before a single step
     _yardsticks: dict[tuple[str, WeightSource], Yardstick] = field(default_factory=dict)  # made when first asked for
 
     def tensor(self, name: str, source: WeightSource, part: Part = WHOLE) -> Draws[Tensor]:
@@ -62,6 +67,7 @@ class Expected:
         if (name + part.label, source) not in self._yardsticks:
             draws, may_differ, poisoned = self.tensor(name, source, part), None, self.inputs.poisoned
             if poisoned is not None:
+                poisoned = poisoned if self.rows is None else poisoned[:, self.rows]
                 rows = poisoned[..., None] if name == "out" else poisoned[:, None, :, None]
                 may_differ = rows.expand(draws.references[0].shape)
             made = Yardstick.of(*draws, may_differ=may_differ, is_gradient=name.startswith("grad "))
@@ -92,6 +98,8 @@ class Referee:
     who asks.
     """
 
+    jittered = JITTER_DRAWS
+
     def __init__(
         self, pair: Pair, regimes: Sequence[str], *, seed: int, poison: float | None, stopwatch: Stopwatch | None = None
     ) -> None:
@@ -99,9 +107,23 @@ class Referee:
         self._pair, self._stopwatch = pair, stopwatch or Stopwatch()
         self._seed, self._generator = seed, torch.Generator().manual_seed(seed)
         self._jitter = Jitter(getattr(torch, pair.case.dtype), self._generator)
-        sides = plain_and_jittered(pair.reference, lambda side: side.jittered(self._jitter))
-        self._sides = [(side, side.in_float64()) for side in sides]  # of each draw, for all regimes: reference, golden
+        with self._stopwatch.part(JITTERING):
+            self._sides = self._drawn_sides()
         self._expected: list[Expected | None] = []
+
+    def clock(self, stopwatch: Stopwatch) -> None:
+        """What follows is clocked by this one."""
+        self._stopwatch = stopwatch
+        if "_shadow" in vars(self) and self._shadow is not None:
+            self._shadow.clock(stopwatch)
+
+    def _drawn_sides(self) -> list[tuple[Side, Side]]:
+        """Of each draw, for all regimes: reference and golden."""
+        sides = self._plain_and_jittered(self._pair.reference, lambda side: side.jittered(self._jitter))
+        return [(side, side.in_float64()) for side in sides]
+
+    def _plain_and_jittered(self, plain: T, shake: Callable[[T], T]) -> Iterator[T]:
+        return plain_and_jittered(plain, shake, jittered=self.jittered)
 
     def expected(self, regime: str) -> Expected | None:
         """None where the regime does not apply to the cell."""
@@ -119,25 +141,29 @@ class Referee:
 
     def run_candidate(self, pair: Pair, expected: Expected) -> dict[str, Any]:
         """Everything that its phase compares, by name."""
-        with fast_path_off(), self._stopwatch.running():
+        with fast_path_off(), self._stopwatch.running(), self._stopwatch.part(CANDIDATE):
             return outputs(pair, pair.candidate, expected.inputs.candidate_x, expected.cotangent)
 
     def judge_outputs(self, pair: Pair, expected: Expected, candidate: dict[str, Any]) -> Iterator[TensorVerdict]:
-        with one_thread():
-            for name, tensor in candidate.items():
-                for part in parts_of(pair, name):
-                    yardstick = expected.yardstick(name, source_of(pair, name), part)
-                    yield yardstick.judge(name + part.label, part.of(tensor), regime=expected.inputs.regime)
+        for name, tensor in candidate.items():
+            with one_thread(), self._stopwatch.part(VERDICTS):
+                verdicts = list(self._judge_tensor(pair, expected, name, tensor))
+            yield from verdicts
 
-    def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
+    def _judge_tensor(self, pair: Pair, expected: Expected, name: str, tensor: Any) -> Iterator[TensorVerdict]:
+        for part in parts_of(pair, name):
+            yardstick = expected.yardstick(name, source_of(pair, name), part)
+            yield yardstick.judge(name + part.label, part.of(tensor), regime=expected.inputs.regime)
+
+    def examine(self, pair: Pair, *, checks: bool = True) -> Iterator[TensorVerdict]:
         """Everything that is compared, one by one: who looks for the first failure alone may stop there.
 
-        The cheap checks without a reference come early for that reason.
+        The cheap checks without a reference come early for that reason; without `checks` they are left out.
         """
         for place, regime in enumerate(self.regimes):
             yield from self.judge(pair, regime)
-            if place == 0:
-                yield from metamorphic.verdicts(pair, seed=self._seed)
+            if place == 0 and checks:
+                yield from checks_of(pair, seed=self._seed, stopwatch=self._stopwatch)
         if self._shadow is not None:
             yield from self._shadow.examine(pair.in_float32())
 
@@ -151,6 +177,15 @@ class Referee:
     def _shadow(self) -> "ShadowReferee | None":
         return ShadowReferee(self) if self._pair.case.dtype in HALF else None
 
+    def _as(self, part: str, run: Callable[[S], T]) -> Callable[[S], T]:
+        """The same, clocked as this part."""
+
+        def clocked(subject: S) -> T:
+            with self._stopwatch.part(part):
+                return run(subject)
+
+        return clocked
+
     def _inputs(self, regime: str) -> Inputs | None:
         return make_inputs(self._pair.case, regime, self._generator, poison=self._poison)
 
@@ -158,21 +193,22 @@ class Referee:
         inputs = self._inputs(regime)
         if inputs is None:
             return None
-        xs = list(plain_and_jittered(inputs.x, self._jitter.tensor))
+        with self._stopwatch.part(JITTERING):
+            xs = list(self._plain_and_jittered(inputs.x, self._jitter.tensor))
         cotangent = torch.randn(inputs.x.shape, generator=self._generator).to(inputs.x.dtype)
         return self._of(inputs, xs, cotangent)
 
     def of_inputs(self, inputs: Inputs, cotangent: Tensor) -> Expected:
         """Reference and golden on given inputs."""
-        return self._of(inputs, list(plain_and_jittered(inputs.x, self._jitter.tensor)), cotangent)
+        return self._of(inputs, list(self._plain_and_jittered(inputs.x, self._jitter.tensor)), cotangent)
 
     def _of(self, inputs: Inputs, xs: list[Tensor], cotangent: Tensor) -> Expected:
         pair = self._pair
         with self._stopwatch.running():
             draws = draw(
                 [(reference, golden, x) for (reference, golden), x in zip(self._sides, xs, strict=True)],
-                reference=lambda drawn: outputs(pair, drawn[0], drawn[2], cotangent),
-                golden=lambda drawn: outputs(pair, drawn[1], drawn[2].double(), cotangent.double()),
+                reference=self._as(REFERENCES, lambda drawn: outputs(pair, drawn[0], drawn[2], cotangent)),
+                golden=self._as(GOLDENS, lambda drawn: outputs(pair, drawn[1], drawn[2].double(), cotangent.double())),
                 dtype=self._jitter.dtype,
             )
             if pair.case.phase == "train":
@@ -184,7 +220,7 @@ class Referee:
         others = [reference.by_other_backend() for reference, _ in self._sides]
         for other, golden, x in zip(others, list(draws.goldens), xs, strict=True):
             if other is not None:
-                with fast_path_off():
+                with fast_path_off(), self._stopwatch.part(REFERENCES):
                     draws.references.append(outputs(self._pair, other, x, cotangent))
                 draws.goldens.append(golden)
 
@@ -201,7 +237,7 @@ class ShadowReferee(Referee):
         super().__init__(pair, [regime], seed=half._seed, poison=half._poison, stopwatch=half._stopwatch)
         self._half = half
 
-    def examine(self, pair: Pair) -> Iterator[TensorVerdict]:
+    def examine(self, pair: Pair, *, checks: bool = True) -> Iterator[TensorVerdict]:
         """In its one regime; the checks without a reference are the cell's own."""
         return self.judge(pair, self.regimes[0])
 
@@ -230,32 +266,15 @@ class ShadowReferee(Referee):
         return replace(inputs, x=inputs.x.float(), candidate_x=inputs.candidate_x.float())
 
 
-def compare_pair(pair: Pair, regimes: Sequence[str], *, seed: int, stopwatch: Stopwatch) -> Equivalence:
-    referee = Referee(pair, regimes, seed=seed, poison=pair.poison, stopwatch=stopwatch)
-    verdicts = tuple(referee.examine(pair))
-    if all(verdict.status == "skipped" for verdict in verdicts if not verdict.is_aside):
-        raise ArithmeticError(f"none of {', '.join(regimes)} can be judged: the reference overflows, or none applies")
-    return Equivalence(verdicts)
-
-
-def judge_timed(pair: Pair, subject: Subject, result: TimedResult, *, seed: int) -> list[TensorVerdict]:
-    """What a timed call gave, by the rule, on the very input that it was given."""
-    referee = Referee(pair, [TIMED], seed=seed, poison=None)
-    x = result.x
-    if subject.phase == "decode":  # the last token of a sequence
-        x = torch.cat([subject.context[:, :-1], x], dim=1)
-    expected = referee.of_inputs(Inputs(TIMED, x, x), subject.cotangent)
-    names = [name for name in expected.draws.references[0] if name in ("out", "grad x")]
-    last = slice(-1, None) if subject.phase == "decode" else slice(None)
-    draws = expected.draws.map(lambda outputs: {name: outputs[name][:, last] for name in names})
-    with one_thread():
-        return [
-            replace(
-                judge(name, result.tensors.get(name), *draws.map(itemgetter(name)), is_gradient=name != "out"),
-                tensor=f"{name} (of a timed call)", regime=TIMED, is_aside=True,
-            )
-            for name in names
-        ]  # fmt: skip
+def checks_of(pair: Pair, *, seed: int, stopwatch: Stopwatch) -> Iterator[TensorVerdict]:
+    """The checks without a reference, clocked one by one."""
+    verdicts = self_checks.verdicts(pair, seed=seed)
+    while True:
+        with stopwatch.part(CHECKS):
+            verdict = next(verdicts, None)
+        if verdict is None:
+            return
+        yield verdict
 
 
 def source_of(pair: Pair, name: str) -> WeightSource:

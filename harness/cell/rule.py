@@ -31,6 +31,7 @@ GRADIENT_FACTOR = 2.0  # of N, for gradients
 NOISE_FACTOR = 2.0  # once more, for a gradient that is nothing but rounding, also in the reference
 BLOCK_ROWS = 16
 JITTER_DRAWS = 4
+LARGE_ELEMENTS, LARGE_DRAWS = 1 << 20, 2  # of tensors so large the maxima hardly scatter: fewer jittered draws will do
 CHUNK_ELEMENTS = 1 << 17
 SEVERITY = ("skipped", "ok", "degraded", "mismatch")
 
@@ -67,8 +68,19 @@ def worst_of(verdicts: Sequence[TensorVerdict]) -> TensorVerdict:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """What of a large cell had a golden."""
+
+    seed: int
+    rows: tuple[int, ...]  # queries, or the places of single decode steps
+    regimes: tuple[str, ...]  # in which the whole length was judged
+    short_length: int  # at which all were
+
+
+@dataclass(frozen=True)
 class Equivalence:
     verdicts: tuple[TensorVerdict, ...]
+    sampled: Sampled | None = None  # None: every element had a golden
 
     @property
     def status(self) -> str:

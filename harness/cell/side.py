@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from harness.cell.peak import peak_bytes
+from harness.kernels.call import AttentionCall, Kernel
 
 if TYPE_CHECKING:
     from harness.cell.build import WatchedKernel
     from harness.cell.draws import Jitter
 
 Steps = tuple[tuple[range, range], ...]  # positions of the queries and of the keys of each step
+Views = tuple[Mapping[str, Any], ...]
 Forward = Callable[[nn.Module, Tensor, Mapping[str, Any], Any, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -25,9 +27,10 @@ class Side:
 
     module: nn.Module
     forward: Forward
-    views: tuple[Mapping[str, Any], ...]
+    views: Views
     new_cache: Callable[[int], Any] | None
     gives_weights: bool
+    filled: Callable[[nn.Module, Tensor], Any] | None = None  # a cache that holds these tokens, without attending
     other_backend: Callable[[nn.Module], nn.Module] | None = None  # of a reference: the same by SDPA's other way
 
     def by_other_backend(self) -> "Side | None":
@@ -45,14 +48,18 @@ class Side:
         return self._in(torch.float32, {id(watch): watch})
 
     def _in(self, dtype: torch.dtype, memo: dict[int, Any]) -> "Side":
-        views = tuple({key: _cast(value, dtype) for key, value in view.items()} for view in self.views)
-        return dataclasses.replace(self, module=copy.deepcopy(self.module, memo).to(dtype), views=views)
+        return dataclasses.replace(self, module=copy.deepcopy(self.module, memo).to(dtype), views=self.views_in(dtype))
+
+    def views_in(self, dtype: torch.dtype) -> Views:
+        return tuple({key: _cast(value, dtype) for key, value in view.items()} for view in self.views)
 
     def jittered(self, jitter: "Jitter") -> "Side":
         """A copy whose weights and float masks moved."""
         module = jitter.module(self.module)
-        views = tuple({key: jitter.value(value) for key, value in view.items()} for view in self.views)
-        return dataclasses.replace(self, module=module, views=views)
+        return dataclasses.replace(self, module=module, views=self.jittered_views(jitter))
+
+    def jittered_views(self, jitter: "Jitter") -> Views:
+        return tuple({key: jitter.value(value) for key, value in view.items()} for view in self.views)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,30 @@ def run_variant(
     return module(x, **kwargs), None
 
 
+def filled_variant(module: Any, x: Tensor, *, length: int | None = None) -> Any:
+    """A cache of its own with what these tokens leave there: the module runs, but its kernel does not.
+
+    With `length` zeros follow, up to as many tokens.
+    """
+    L = x.shape[1]
+    cache, kernel = module.new_cache(length or L), module.kernel
+    module.kernel = IDLE
+    try:
+        module(x, cache=cache)
+    finally:
+        module.kernel = kernel
+    if length is not None and length > L:
+        cache.append(*(t.new_zeros(*t.shape[:2], length - L, t.shape[3]) for t in cache.streams()))
+    return cache
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:
+    return q.new_zeros(*q.shape[:3], v.shape[3]), None
+
+
+IDLE = Kernel("idle", _nothing, shielded=False)
+
+
 def run_steps(side: Side, steps: Steps, x: Tensor) -> tuple[Tensor, Any]:
     """Prefill into a fresh cache, then one token at a time: all outputs in order, and the filled cache."""
     assert side.new_cache is not None
@@ -89,6 +120,18 @@ def run_steps(side: Side, steps: Steps, x: Tensor) -> tuple[Tensor, Any]:
         out, _ = side.forward(side.module, x[:, queries.start : queries.stop], view, cache, False)
         parts.append(out)
     return torch.cat(parts, dim=1), cache
+
+
+def single_steps(side: Side, steps: Steps, x: Tensor, cache: Any) -> Tensor:
+    """Steps of one token each, (B, n, E), with all that stands before it in a cache that holds at least that.
+
+    The last first: what a step leaves behind is cut off before the next.
+    """
+    parts = []
+    for at in reversed(range(len(steps))):
+        cache.crop(steps[at][0].start)
+        parts.append(side.forward(side.module, x[:, at : at + 1], side.views[at], cache, False)[0])
+    return torch.cat(parts[::-1], dim=1)
 
 
 def train_step(side: Side, x: Tensor, cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -134,7 +177,11 @@ class Subject:
         """Fills the cache, and makes one call."""
         if self.phase == "decode":
             with torch.no_grad():
-                _, self._cache = run_steps(self.side, self.steps, self.context)
+                if self.steps[0][0].start == 0:
+                    _, self._cache = run_steps(self.side, self.steps, self.context)
+                else:  # the context is given
+                    assert self.side.filled is not None
+                    self._cache = self.side.filled(self.side.module, self.context)
         self.call(self.example)
 
     @property

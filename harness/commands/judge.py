@@ -96,6 +96,7 @@ def execute(options: argparse.Namespace) -> int:
             "seconds": found.seconds,
             "planned": found.planned,
             "refused": found.refused,
+            "replaced": list(found.replaced),
             "diagnosis": None if diagnosis is None else diagnosis.row(),
             "findings": found.table().to_dict("records"),
         }

@@ -30,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit 1, not 0, where cells are degraded and none fails: ROUNDED WORSE, the same function, worse rounded",
     )
+    parser.add_argument("--profile", action="store_true", help="say at the end where the time went, part by part")
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
     parser.add_argument(
         "--explain",
@@ -41,6 +42,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--retry", action="store_true", help="with --resume: repeat cells with an error, timeout or oom"
+    )
+    parser.add_argument(
+        "--retime", action="store_true", help="with --resume: time cells anew that others disturbed meanwhile"
     )
     parser.add_argument(
         "--even-if-changed", action="store_true", help="with --resume: whatever changed since; the report will say so"
@@ -77,6 +81,7 @@ def execute(options: argparse.Namespace) -> int:
             shard=options.shard,
             resume=options.resume,
             retry=options.retry,
+            retime=options.retime,
             even_if_changed=options.even_if_changed,
             executor=options.executor,
             jobs=options.jobs,
@@ -88,7 +93,14 @@ def execute(options: argparse.Namespace) -> int:
     except Interrupted as interrupted:
         print(f"harness: {interrupted}", file=sys.stderr)
         return interrupted.exit_code
-    return finish(frame, Path(frame.attrs["folder"]), quiet=options.quiet, strict=options.strict)
+    folder = Path(frame.attrs["folder"])
+    code = finish(frame, folder, quiet=options.quiet, strict=options.strict)
+    if options.profile:
+        from harness import store
+        from harness.report.profile import print_profile
+
+        print_profile(store.read_records(folder), terminal())
+    return code
 
 
 def _show_plan(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """`harness verify`: swap a real model's attention and prove that it is the same model."""
 
 import argparse
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from harness.text import plain, terminal
 if TYPE_CHECKING:
     from harness.environment import Environment
     from harness.models.verify.result import Verification
+
+log = logging.getLogger(__name__)
 
 MARKDOWN, TABLE, LAYERS = "verify.md", "verify.csv", "layers.csv"
 
@@ -166,6 +169,8 @@ def _verify_all(targets: Sequence[str], options: argparse.Namespace) -> "list[Ve
             folder.mkdir(parents=True, exist_ok=True)
         _write(folder, found, where)  # after each, so that an interrupted run leaves what it found
     assert folder is not None
+    if kernel.process is not None and (patched := kernel.process.patched()):
+        log.warning("%s replaces %s; that reaches nothing but itself", name, ", ".join(patched))
     print_verdict(found, console, folder=folder)
     return found
 

@@ -21,6 +21,7 @@ from harness.cell.bare import Held, Unanswered
 from harness.cell.golden import in_float64, outcome, sdpa_math, textbook
 
 MOST_SCORES = 1 << 23  # of one call that is looked at as a whole
+LEAST_FINITE = 0.25  # of what came back
 CERTAIN = 20.0  # times rounding's own size: below it no pattern of an error is trusted
 EXPLAINED = 0.01  # of the error may remain
 ROUNDINGS = 0.5  # of the dtype's eps: the least noise that a result has
@@ -73,6 +74,12 @@ class Evidence:
     def is_plain_mismatch(self) -> bool:
         """Numbers came back, of the right shapes, and they are wrong by more than rounding."""
         return self.has_shapes and self.error >= CERTAIN * self.noise
+
+    @property
+    def tells_guesses_apart(self) -> bool:
+        """It has finite numbers of its own: whoever gives NaN everywhere gives what every other overflow gives."""
+        finite = [self.reply.tensors[name].isfinite() for name in self.compared]
+        return all(float(each.double().mean()) > LEAST_FINITE for each in finite if each.numel())
 
     @property
     def has_shapes(self) -> bool:

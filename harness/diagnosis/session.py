@@ -74,20 +74,26 @@ class _Session:
         if before:
             self.witness.refresh()
         evidence = self.witness.evidence(last, before)
-        if evidence.has_shapes and evidence.error <= evidence.noise:  # the very same call was wrong a moment ago
+        if evidence.has_shapes and not evidence.is_plain_mismatch:  # the very same call was wrong a moment ago
             self.witness.asks_anew = True
-            evidence = self.witness.evidence(last, before)
+            first = self.witness.evidence(last, before)
+            self.witness.asks_anew = first.is_plain_mismatch
+            evidence = first if first.is_plain_mismatch else evidence
         if trace := traces(evidence.reply):
             named = name_trace(evidence)
             return self._told(
                 finding, trace, named, None, self._shrunk(requests, finding, None), (trace,) if named else ()
             )
         if evidence.reply.failure is not None or not evidence.has_shapes or not evidence.error:
-            smallest = self._shrunk(requests, finding, None)
-            return self._told(finding, _words(evidence, finding), (), self._place(evidence), smallest, ())
+            place, smallest = self._place(evidence), self._shrunk(requests, finding, None)
+            words = _words(evidence, finding) if place is None else place.sentence
+            return self._told(finding, words, (), place, smallest, ())
         place = self._place(evidence)
         named, weights = (), None
-        notes = told_chance(self.witness, evidence) if not before else []
+        if self.witness.asks_anew:
+            notes = ["the first call of a process is wrong, the same call once more is right"]
+        else:
+            notes = told_chance(self.witness, evidence) if not before else []
         if notes:
             self.witness.asks_anew = True
         elif scores_of_call(last) <= MOST_LOOKED_AT and usable(evidence):
@@ -133,7 +139,7 @@ class _Session:
         return None
 
     def _named(self, evidence: Evidence) -> tuple[Named, ...]:
-        if not evidence.is_plain_mismatch:
+        if not evidence.is_plain_mismatch or not evidence.tells_guesses_apart:
             return ()
         if evidence.before:
             return names_of([evidence, *self._after_others(evidence)], [], self._until(NAMING))
@@ -143,7 +149,7 @@ class _Session:
             if not usable(other) or other.reply.failure is not None or not other.has_shapes:
                 continue
             if other.is_plain_mismatch:
-                wrong.append(other)
+                wrong += [other] if other.tells_guesses_apart else []
             elif other.error <= CERTAIN * other.noise:
                 right.append(other)
             if not self.witness.has_time:
@@ -260,7 +266,14 @@ class _Session:
             return tensor, 1e-6
         error = float((got.double() - golden).abs().nan_to_num(0.0).max()) if got.numel() else 0.0
         ratio = smallest.finding.err_ratio
-        return tensor, 2 * error / ratio if ratio and ratio > 2 else error / 2 or 1e-6
+        least = torch.finfo(smallest.requests[-1].q.dtype).eps * _largest(smallest.requests[-1])
+        return tensor, max(least, 2 * error / ratio) if ratio and ratio > 2 else error / 2 or 1e-6
+
+
+def _largest(request: Request) -> float:
+    """Of the values: no result can be exact to less than their own rounding."""
+    values = request.v[request.v.isfinite()]
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def _is_of_gradients(note: str) -> bool:

@@ -99,7 +99,7 @@ def _trial(size: str, call: Call, timing: Timing, *, seed: int) -> Trial:
     pairs = interleave({"a": call, "b": call}, budget_s=timing.budget_s, **bounds)
     ratio = paired_ratio(pairs["a"], pairs["b"], seed=seed)
     first, second = (interleave({"x": call}, budget_s=timing.budget_s / 2, **bounds)["x"] for _ in range(2))
-    one_after_the_other = float(np.median(first) / np.median(second))
+    one_after_the_other = float(np.median(first.seconds) / np.median(second.seconds))
     return Trial(size, ratio.value, ratio.lo <= 1 <= ratio.hi, one_after_the_other)
 
 

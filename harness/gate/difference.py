@@ -48,8 +48,9 @@ class Difference:
 
     @property
     def speed_apart(self) -> bool:
-        """Whether the two intervals of x ref share no number: only then is the change more than noise."""
-        if self.before is None or self.after is None:
+        """Whether the two intervals of x ref share no number: only then is the change more than noise. One that others
+        disturbed is no measurement."""
+        if self.before is None or self.after is None or "disturbed" in (self.before["timing"], self.after["timing"]):
             return False
         ends = [row[f"latency_ratio_{end}"] for row in (self.before, self.after) for end in ("lo", "hi")]
         lo_a, hi_a, lo_b, hi_b = ends

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,8 +21,9 @@ from harness.gate.baseline import GatedRun, read_gated_run
 # Times of unlike machines do not make one series. Versions of software do: what they change is worth finding.
 MACHINE = ("cpu", "cores", "threads")
 SOFTWARE = ("torch", "python", "numpy", "platform")
+TIMES = ("latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "latency_ms", "ref_latency_ms")
 KEPT = (
-    "latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "latency_ms", "ref_latency_ms", "err_ratio", "params",
+    *TIMES, "err_ratio", "params",
     "kv_cache_bytes", "kv_bytes_per_token", "peak_bytes", "flops",
 )  # fmt: skip
 COLUMNS = (
@@ -61,7 +63,9 @@ def add(folder: Path, history: Path) -> tuple[Path, bool]:
 
 def _table(run: GatedRun, time: datetime, checksum: str) -> pd.DataFrame:
     environment = run.environment
-    frame = store.table(run.stored.records)[["case_id", "status", *KEPT]]
+    frame = store.table(run.stored.records)
+    frame.loc[frame["timing"] == "disturbed", list(TIMES)] = math.nan  # no measurement, and no step
+    frame = frame[["case_id", "status", *KEPT]]
     machine = hashlib.sha256(json.dumps([getattr(environment, name) for name in MACHINE]).encode()).hexdigest()[:8]
     about = {"suite": run.suite, "run": checksum, "commit": environment.commit, "machine": machine}
     about |= {name: getattr(environment, name) for name in (*MACHINE, *SOFTWARE)}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.cell.timing import middle
 from harness.gate.findings import TimingSettings, TimingWord
 
 RESAMPLES = 500
@@ -129,8 +130,8 @@ class _Resampled:
 
     @classmethod
     def of(cls, values: np.ndarray, picks: np.ndarray) -> "_Resampled":
-        drawn = _middle(values[picks])
-        return cls(float(_middle(values)), drawn, float(drawn.var(ddof=1)))
+        drawn = middle(values[picks])
+        return cls(float(middle(values)), drawn, float(drawn.var(ddof=1)))
 
 
 def _half_width(error: float, freedom: int) -> float:
@@ -188,15 +189,7 @@ def _change(logs: np.ndarray) -> np.ndarray:
 def raw_change(times: np.ndarray) -> float:
     """The change by itself, without a claim how sure it is. NaN if most of it is missing."""
     logs = _whole(times)
-    return float(_middle(_change(_fastest(logs)))) if len(logs) and 2 * len(logs) >= len(times) else math.nan
-
-
-def _middle(values: np.ndarray) -> np.ndarray:
-    """The mean of the middle half, along the last axis. As deaf to wild rounds as the gate needs, and smoother than the
-    median, of which a bootstrap of few rounds knows the scatter but roughly."""
-    n = values.shape[-1]
-    cut = (n + 1) // 4  # of three rounds, too, the wild one must not count
-    return np.asarray(np.sort(values, axis=-1)[..., cut : n - cut].mean(axis=-1))
+    return float(middle(_change(_fastest(logs)))) if len(logs) and 2 * len(logs) >= len(times) else math.nan
 
 
 def change_alone(times: np.ndarray) -> float:
@@ -211,7 +204,7 @@ def seconds_of(times: np.ndarray) -> tuple[float, float]:
         return math.nan, math.nan
     fastest = _fastest(logs)
     base, head = (fastest[:, BASE] + fastest[:, TWIN]) / 2, fastest[:, HEAD]
-    return math.exp(float(_middle(base))), math.exp(float(_middle(head)))
+    return math.exp(float(middle(base))), math.exp(float(middle(head)))
 
 
 def is_far(times: np.ndarray, settings: TimingSettings) -> bool:

@@ -20,8 +20,9 @@ from harness.candidate.state import preserved
 from harness.case import Case
 from harness.cell import record_of
 from harness.cell.build import Pair, WatchedKernel, build_pair
+from harness.cell.large import referee_of
 from harness.cell.measure import status_of, weighed
-from harness.cell.referee import IN_FLOAT32, Referee
+from harness.cell.referee import IN_FLOAT32
 from harness.cell.rule import Equivalence, TensorVerdict
 from harness.cell.side import OwnCaches
 from harness.kernels.call import AttentionCall, Kernel
@@ -71,7 +72,7 @@ def first_kill(name: str, cell: "StudiedCell", pair: Pair, *, explanation: str |
         with closing(cell.examine(pair)) as verdicts:  # stopped early, it must put global state back at once
             for verdict in verdicts:
                 if verdict.status not in PASSING:
-                    by = f"{verdict.regime}, in float32" if verdict.tensor.endswith(IN_FLOAT32) else verdict.regime
+                    by = f"{verdict.regime}, in float32" if IN_FLOAT32 in verdict.tensor else verdict.regime
                     found = SaboteurFinding(name, verdict.status, by, verdict.tensor, verdict.err_ratio, verdict.reason)
                     if verdict.status == MISMATCH:
                         return found
@@ -93,7 +94,7 @@ class StudiedCell:
         self.case, self.seed = case, case.seed(seed)
         self.right = build_pair(case, judged_kernel(case.kernel), self.seed)
         # Our kernels promise not to leak what is behind a mask, so what takes their place is held to NaN too.
-        self.referee = Referee(self.right, regimes, seed=self.seed, poison=self.right.poison)
+        self.referee = referee_of(self.right, regimes, seed=self.seed, poison=self.right.poison)
 
     def pair_with(self, kernel: Kernel) -> Pair:
         """The same reference beside a fresh candidate around `kernel`."""

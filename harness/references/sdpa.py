@@ -46,15 +46,28 @@ class SdpaAttention(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, past: StaticKV | None = None
     ) -> Tensor:
-        B, L, _ = x.shape
-        q = self.wq(x).view(B, L, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x).view(B, L, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(B, L, self.kv_heads, self.head_dim).transpose(1, 2)
+        q = self.queries(x)
+        k, v = self.keys_and_values(x)
         if past is not None:
             k, v = past.update(k, v)
+        return self.attend(q, k, v, attn_mask, is_causal)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(B, H, L, D)"""
+        B, L, _ = x.shape
+        return self.wq(x).view(B, L, self.heads, self.head_dim).transpose(1, 2)
+
+    def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, H_kv, L, D) each"""
+        B, L, _ = x.shape
+        k = self.wk(x).view(B, L, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(B, L, self.kv_heads, self.head_dim).transpose(1, 2)
+        return k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool = False) -> Tensor:
         grouped = self.heads != self.kv_heads
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=grouped)
-        projected: Tensor = self.wo(out.transpose(1, 2).reshape(B, L, -1))
+        projected: Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -75,4 +88,30 @@ def run(
     return module(x, past=cache, **view), None
 
 
-REFERENCE = Reference("sdpa", build, view, run, new_cache=StaticKV)
+def run_rows(module: nn.Module, x: Tensor, rows: Tensor, view: Mapping[str, Any]) -> Tensor:
+    assert isinstance(module, SdpaAttention)
+    return module.attend(module.queries(x[:, rows]), *module.keys_and_values(x), view["attn_mask"])
+
+
+def streams(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    assert isinstance(module, SdpaAttention)
+    return module.keys_and_values(x)
+
+
+def cache_of(module: nn.Module, streams: tuple[Tensor, ...]) -> StaticKV:
+    """These tensors themselves: a step writes into them."""
+    cache = StaticKV(streams[0].shape[2])
+    (cache.k, cache.v), cache.length = streams, cache.capacity
+    return cache
+
+
+REFERENCE = Reference(
+    "sdpa",
+    build,
+    view,
+    run,
+    new_cache=StaticKV,
+    run_rows=run_rows,
+    streams=streams,
+    cache_of=cache_of,
+)

@@ -1,6 +1,8 @@
 """MLA with keys and values expanded per head, around F.scaled_dot_product_attention."""
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +13,15 @@ from harness.references import Reference, sdpa
 from harness.references.sdpa import StaticKV
 
 
-def rotate_pairs(x: Tensor, start: int, theta: float = 10_000.0) -> Tensor:
-    """RoPE as a product of complex numbers: channels 2i and 2i+1 are the real and the imaginary part."""
+def rotate_pairs(x: Tensor, at: Tensor, theta: float = 10_000.0) -> Tensor:
+    """RoPE as a product of complex numbers: channels 2i and 2i+1 are the real and the imaginary part.
+
+    `at`: the tokens' positions.
+    """
     dim = x.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    positions = torch.arange(start, start + x.shape[-2], dtype=torch.float64)
-    angles = torch.outer(positions, 1.0 / theta**exponents)
+    angles = torch.outer(at.double(), 1.0 / theta**exponents)
     turn = torch.polar(torch.ones_like(angles), angles)
     pairs = torch.view_as_complex(x.to(wide).reshape(*x.shape[:-1], dim // 2, 2).contiguous())
     return torch.view_as_real(pairs * turn.to(pairs.dtype)).flatten(-2).to(x.dtype)
@@ -53,22 +57,39 @@ class ExpandedMLA(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, past: StaticKV | None = None
     ) -> Tensor:
-        B, L, _ = x.shape
         start = 0 if past is None else past.length
-        q = self.wq(x) if self.q_rank is None else self.wq_b(self.q_norm(self.wq_a(x)))
-        q = q.view(B, L, self.heads, self.nope + self.pe).transpose(1, 2)
-        q = torch.cat([q[..., : self.nope], rotate_pairs(q[..., self.nope :], start)], dim=-1)
-        compressed = self.wkv_a(x)
-        k_pe = rotate_pairs(compressed[..., self.rank :].view(B, 1, L, self.pe), start)
-        kv = self.wkv_b(self.kv_norm(compressed[..., : self.rank]))
-        kv = kv.view(B, L, self.heads, self.nope + self.value).transpose(1, 2)
-        k = torch.cat([kv[..., : self.nope], k_pe.expand(B, self.heads, L, self.pe)], dim=-1)
-        v = kv[..., self.nope :]
+        at = torch.arange(start, start + x.shape[1])
+        q = self.queries(x, at)
+        k, v = self.expand(*self.latents(x, at))
         if past is not None:
             k, v = past.update(k, v)
+        return self.attend(q, k, v, attn_mask, is_causal)
+
+    def queries(self, x: Tensor, at: Tensor) -> Tensor:
+        """(B, H, L, N + R); the tokens stand at the positions `at`."""
+        B, L, _ = x.shape
+        q = self.wq(x) if self.q_rank is None else self.wq_b(self.q_norm(self.wq_a(x)))
+        q = q.view(B, L, self.heads, self.nope + self.pe).transpose(1, 2)
+        return torch.cat([q[..., : self.nope], rotate_pairs(q[..., self.nope :], at)], dim=-1)
+
+    def latents(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """What a token leaves: its normed latent (B, L, r) and its rotated k_pe (B, 1, L, R)."""
+        B, L, _ = x.shape
+        compressed = self.wkv_a(x)
+        k_pe = rotate_pairs(compressed[..., self.rank :].view(B, 1, L, self.pe), at)
+        return self.kv_norm(compressed[..., : self.rank]), k_pe
+
+    def expand(self, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (B, H, S, N + R) and values (B, H, S, V)."""
+        B, S, _ = latent.shape
+        kv = self.wkv_b(latent).view(B, S, self.heads, self.nope + self.value).transpose(1, 2)
+        k = torch.cat([kv[..., : self.nope], k_pe.expand(B, self.heads, S, self.pe)], dim=-1)
+        return k, kv[..., self.nope :]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool = False) -> Tensor:
         attend = padded_attention if self.pads_values else F.scaled_dot_product_attention
         out = attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
-        projected: Tensor = self.wo(out.transpose(1, 2).reshape(B, L, -1))
+        projected: Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -81,6 +102,32 @@ def with_padded_values(module: nn.Module) -> nn.Module:
     return other
 
 
+def run_rows(module: nn.Module, x: Tensor, rows: Tensor, view: Mapping[str, Any]) -> Tensor:
+    assert isinstance(module, ExpandedMLA)
+    k, v = module.expand(*module.latents(x, torch.arange(x.shape[1])))
+    return module.attend(module.queries(x[:, rows], rows), k, v, view["attn_mask"])
+
+
+def streams(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    assert isinstance(module, ExpandedMLA)
+    latent, k_pe = module.latents(x, torch.arange(x.shape[1]))
+    return (torch.cat([latent.unsqueeze(1), k_pe], dim=-1),)  # (B, 1, L, r + R)
+
+
+def cache_of(module: nn.Module, streams: tuple[Tensor, ...]) -> StaticKV:
+    assert isinstance(module, ExpandedMLA)
+    latent, k_pe = streams[0].split([module.rank, module.pe], dim=-1)
+    return sdpa.cache_of(module, module.expand(latent[:, 0].contiguous(), k_pe))
+
+
 REFERENCE = Reference(
-    "sdpa_mla", ExpandedMLA, sdpa.view, sdpa.run, new_cache=StaticKV, other_backend=with_padded_values
+    "sdpa_mla",
+    ExpandedMLA,
+    sdpa.view,
+    sdpa.run,
+    run_rows=run_rows,
+    new_cache=StaticKV,
+    other_backend=with_padded_values,
+    streams=streams,
+    cache_of=cache_of,
 )

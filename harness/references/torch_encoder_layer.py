@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.case import Case
@@ -29,4 +30,21 @@ def run(
     return module(x, src_mask=view["attn_mask"], is_causal=view["is_causal"]), None
 
 
-REFERENCE = Reference("torch_encoder_layer", build, torch_mha.view, run)
+def run_rows(module: nn.Module, x: Tensor, rows: Tensor, view: Mapping[str, Any]) -> Tensor:
+    """By the layer's own pieces, as its forward puts them together."""
+    assert isinstance(module, nn.TransformerEncoderLayer)
+    own = x[:, rows]
+    if module.norm_first:
+        own = own + torch_mha.run_rows(module.self_attn, module.norm1(x), rows, view)
+        return own + feed_forward(module, module.norm2(own))
+    own = module.norm1(own + torch_mha.run_rows(module.self_attn, x, rows, view))
+    out: Tensor = module.norm2(own + feed_forward(module, own))
+    return out
+
+
+def feed_forward(module: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
+    out: Tensor = module.linear2(F.gelu(module.linear1(x)))
+    return out
+
+
+REFERENCE = Reference("torch_encoder_layer", build, torch_mha.view, run, run_rows=run_rows)

@@ -24,7 +24,8 @@ def view(case: Case, dense: Tensor | None, plain_causal: bool) -> Mapping[str, A
         if mask.shape[0] == 1:
             mask = mask.expand(case.seq_len, -1)
     else:
-        mask = mask.expand(case.batch, case.heads, case.seq_len, -1).flatten(0, 1)
+        queries = case.seq_len if mask.shape[2] == 1 else mask.shape[2]
+        mask = mask.expand(case.batch, case.heads, queries, -1).flatten(0, 1)
     return {"attn_mask": mask.contiguous(), "is_causal": plain_causal}
 
 
@@ -38,4 +39,10 @@ def run(
     return result
 
 
-REFERENCE = Reference("torch_mha", build, view, run, gives_weights=True)
+def run_rows(module: nn.Module, x: Tensor, rows: Tensor, view: Mapping[str, Any]) -> Tensor:
+    assert isinstance(module, nn.MultiheadAttention)
+    out: Tensor = module(x[:, rows], x, x, need_weights=False, attn_mask=view["attn_mask"])[0]
+    return out
+
+
+REFERENCE = Reference("torch_mha", build, view, run, run_rows=run_rows, gives_weights=True)

@@ -22,7 +22,7 @@ BENCHMARKS = "benchmark.json"
 SCHEMA = "5.3.1"  # the version of pytest-benchmark whose file this is like
 METRICS = (
     "status", "reference", "max_abs_err", "err_budget", "err_ratio", "params", "ref_params", "kv_cache_bytes",
-    "kv_bytes_per_token", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "peak_bytes", "flops",
+    "kv_bytes_per_token", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "timing", "peak_bytes", "flops",
 )  # fmt: skip
 # pytest-benchmark's own settings, as far as they mean anything here: blocks, not rounds, and a budget of seconds.
 OPTIONS = {"disable_gc": True, "timer": "perf_counter", "warmup": True}

@@ -10,7 +10,7 @@ from harness.gate.difference import WEIGHTS, Difference, other_kernel
 from harness.gate.findings import METRICS, CellRow
 from harness.report import story
 from harness.report.page import StoredRun
-from harness.report.summary import judge
+from harness.report.summary import DISTURBED, judge
 from harness.report.terminal import print_entry, say
 from harness.store import csv_text
 from harness.text import ABSENT, interval, number, plain, plural, ratio, small
@@ -22,7 +22,7 @@ NOTE = (
 )
 STYLES = {"worse": "red", "better": "green"}
 SPEED = ("latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
-NUMBERS = ("status", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS, *SPEED)
+NUMBERS = ("status", "timing", "err_ratio", "max_abs_err", *METRICS, *WEIGHTS, *SPEED)
 
 
 def print_differences(
@@ -138,7 +138,8 @@ def _factor(factor: float | None) -> str:
 
 
 def _speed(row: CellRow) -> str:
-    return f"{ratio(row['latency_ratio'])} ({interval(row['latency_ratio_lo'], row['latency_ratio_hi'])})"
+    mark = f" {DISTURBED}" if row["timing"] == DISTURBED else ""
+    return f"{ratio(row['latency_ratio'])} ({interval(row['latency_ratio_lo'], row['latency_ratio_hi'])}){mark}"
 
 
 def _escaped(text: str) -> str:

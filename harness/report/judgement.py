@@ -77,6 +77,8 @@ def print_judgement(found: "Judgement", console: Console, diagnosis: "Diagnosis 
     console.print()
     for reason, count in list(found.refused.items())[:REASONS]:
         say(console, f"refused {count} x: {first_line(reason)}", style="dim")
+    if found.replaced:
+        say(console, f"its code replaces {', '.join(found.replaced)}; that reaches nothing but itself", style="yellow")
     skipped = Counter(finding.status for finding in found.findings)["skipped"]
     if skipped:
         say(

@@ -25,6 +25,8 @@ CELL = [
     Column("ref ms", lambda row: milliseconds(row["ref_latency_ms"])),
     Column("x ref", lambda row: ratio(row["latency_ratio"])),
     Column("interval", lambda row: interval(row["latency_ratio_lo"], row["latency_ratio_hi"])),
+    Column("x against", lambda row: ratio(row["ratio_to"])),
+    Column("timing", lambda row: row["timing"], left=True),
     Column("message", lambda row: first_line(row["error"]), left=True),
 ]
 
@@ -34,6 +36,7 @@ def summary_markdown(frame: pd.DataFrame, environment: Environment | None, *, su
     parts = [f"# {escaped(suite)}: {story.headline(verdict)}" if suite else f"# {story.headline(verdict)}"]
     worst = story.worst_line(verdict)
     parts.append(f"**{story.counts_line(verdict)}**" + (f"; {worst} in {code(verdict.worst_case_id)}" if worst else ""))
+    parts += [line] if (line := story.disturbed_line(verdict)) else []
     parts += [code(note) for note in frame.attrs.get("notes", ())]
     if len(frame):
         for table in story.by_question(summarise(frame), ranges=True):

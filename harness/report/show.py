@@ -14,12 +14,12 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from harness.errors import EQUAL, NOT_EQUAL
-from harness.record import EQUAL_STATUSES, OK_FACTOR
+from harness.record import OK_FACTOR
 from harness.report.page import StoredRun, write_own_page
 from harness.report.page.rows import combine, on_front, tradeoff_points
 from harness.report.page.words import environment_table
 from harness.report.sparsity import is_approximate, print_sparsity
-from harness.report.summary import judge
+from harness.report.summary import is_timed, judge
 from harness.report.table import Column, Table
 from harness.report.terminal import print_summary, say
 from harness.text import ABSENT, condense, count, interval, milliseconds, plain, ratio, sparkline, terminal
@@ -63,7 +63,7 @@ def print_run(run: StoredRun, console: Console) -> None:
 
 def curves(frame: pd.DataFrame) -> Table:
     """The steepest first: one row for each variant, phase and family of cells that differ in length alone."""
-    timed = frame[frame["status"].isin(EQUAL_STATUSES) & frame["latency_ms"].notna()]
+    timed = frame[is_timed(frame)]
     rows = []
     for names, cells in timed.groupby(["series", "phase", "family"], sort=False):
         cells = cells.sort_values("seq_len")
@@ -121,6 +121,7 @@ def slowest(frame: pd.DataFrame) -> Table:
         Column("x ref", lambda row: ratio(row["latency_ratio"])),
         Column("95 %", lambda row: interval(row["latency_ratio_lo"], row["latency_ratio_hi"])),
         Column("ms", lambda row: milliseconds(row["latency_ms"])),
+        Column("timing", itemgetter("timing"), left=True),
         CELL,
     ]
     cells = frame[frame["latency_ratio"].notna()].nlargest(SHOWN, "latency_ratio")

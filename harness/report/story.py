@@ -7,16 +7,17 @@ import pandas as pd
 
 from harness.case import BATTERY
 from harness.record import EQUAL_STATUSES, FAILING, OK_FACTOR
-from harness.report.summary import TIMED, RunVerdict
+from harness.report.summary import DISTURBED, TIMED, RunVerdict
 from harness.report.table import Column, Table
-from harness.text import first_line, interval, is_absent, percent, plain, ratio, small, span
+from harness.text import first_line, interval, is_absent, percent, plain, plural, ratio, small, span
 
 LEGEND = (
     f"error/N: the worst cell's error over its noise floor N, ok up to {OK_FACTOR:g}; max error and budget "
     f"({OK_FACTOR:g} N) are of that cell, in its dtype and on its harshest inputs.",
-    "x ref: latency over the reference's in the same cell; geometric mean of the equal cells (smallest…largest).",
-    "x MHA: figure over that of the mha cell with all other axes the same; geometric mean, mha = 1.00. Latencies of "
-    "different cells are timed apart: there x MHA is a guide, x ref the measurement.",
+    "x ref: latency over the reference's in the same cell; geometric mean of the equal cells that were "
+    "timed undisturbed (smallest…largest).",
+    "x MHA: figure over that of the mha cell with all other axes the same; geometric mean, mha = 1.00. Of latencies "
+    "only where both cells were timed in one contest.",
 )
 ROUNDED_WORSE = "ROUNDED WORSE"  # nothing fails, but some cells are degraded: the same function, and not equal
 SAME = "Is it the same?"
@@ -48,6 +49,13 @@ def worst_line(verdict: RunVerdict) -> str | None:
         return None
     note = f" ({verdict.unjudged} failed without an error to compare)" if verdict.unjudged else ""
     return f"worst error {ratio(verdict.worst_err_ratio)} N, ok up to {OK_FACTOR:g} N{note}"
+
+
+def disturbed_line(verdict: RunVerdict) -> str | None:
+    if not verdict.disturbed:
+        return None
+    were = plural(verdict.disturbed, "cell was", "cells were")
+    return f"{were} {DISTURBED} while timed: in no mean and on no front; --resume --retime times them anew"
 
 
 def measured_line(frame: pd.DataFrame) -> str | None:
@@ -106,7 +114,12 @@ def _answers(summary: pd.DataFrame, *, ranges: bool) -> dict[str, list[Column]]:
         weights[f"{name}_vs_mha"] = _column("x MHA", f"{name}_vs_mha", ratio)
     for phase in TIMED:
         speeds[f"{phase}_ratio"] = _means(f"{phase} x ref", f"{phase}_ratio", ranges=ranges)
-        speeds[f"{phase}_latency_vs_mha"] = _column("x MHA", f"{phase}_latency_vs_mha", ratio)
+        beside = summary[f"{phase}_ratio"].notna().any()  # a column that names the phase
+        title = "x MHA" if beside else f"{phase} x MHA"
+        speeds[f"{phase}_latency_vs_mha"] = _column(title, f"{phase}_latency_vs_mha", ratio)
+
+    if summary[DISTURBED].any():
+        speeds[DISTURBED] = _column(DISTURBED, DISTURBED, str)
 
     def known(columns: Mapping[str, Column]) -> list[Column]:
         return [column for name, column in columns.items() if summary[name].notna().any()]

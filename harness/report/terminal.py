@@ -27,6 +27,8 @@ def print_summary(frame: pd.DataFrame, console: Console, *, folder: Path | None)
     if worst := story.worst_line(verdict):
         say(console, worst)
         say(console, "  " + plain(verdict.worst_case_id), whole=True)
+    if line := story.disturbed_line(verdict):
+        say(console, line, style="yellow")
     if len(frame):
         _print_variants(summarise(frame), console)
     _print_not_ok(not_ok(frame), console)

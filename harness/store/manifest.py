@@ -10,9 +10,9 @@ import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,8 +28,8 @@ KERNELS = "kernels"  # the folder of their sources
 MANIFEST, CONFIG, ENVIRONMENT = "run.json", "config.yaml", "environment.json"
 # What a worker process imports, and so all that can change a record. To edit a report or the gate makes no other run.
 MEASURING = (
-    *("errors", "registry", "text", "yaml_lines", "case", "record", "kernels", "candidate", "variants", "references"),
-    *("swaps", "suite", "cell", "battery", "mutants", "diagnosis", "workers"),
+    *("errors", "registry", "text", "yaml_lines", "case", "record", "environment", "kernels", "candidate", "variants"),
+    *("references", "swaps", "suite", "cell", "battery", "mutants", "diagnosis", "workers"),
 )
 # Numbers may move with these; memory, the commit and pandas move none.
 COMPARED = ("python", "torch", "numpy", "platform", "cpu", "threads")
@@ -254,6 +254,13 @@ def write_sources(folder: Path, files: Iterable[SourceFile]) -> None:
         if not path.exists() or read_regular(path) != each.data:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, each.data)
+
+
+def stored_sources(folder: Path, about: About) -> Iterator[SourceFile]:
+    """What `write_sources` left there."""
+    for place in dict.fromkeys(chain.from_iterable(about.manifest.sources.values())):
+        path = Path(folder) / KERNELS / place
+        yield SourceFile(place, path, read_regular(path))
 
 
 def write_config(folder: Path, text: str) -> None:

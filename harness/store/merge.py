@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from harness.errors import StoreError
 from harness.store.folder import RunFolder
-from harness.store.manifest import About, MergedPart, differences
+from harness.store.manifest import About, MergedPart, differences, stored_sources, write_sources
 from harness.store.reading import some
 from harness.store.records import Line, latest, read_lines
 
@@ -27,6 +28,7 @@ def merge(out: Path, folders: Sequence[Path], *, partial: bool = False, even_if_
     manifest = replace(
         base.manifest,
         kernels={name: origin for _, about in parts for name, origin in about.manifest.kernels.items()},
+        sources={name: places for _, about in parts for name, places in about.manifest.sources.items()},
         shard=None,
         case_ids=tuple(dict.fromkeys(case_id for _, about in parts for case_id in about.manifest.case_ids)),
         command=None,
@@ -46,6 +48,7 @@ def merge(out: Path, folders: Sequence[Path], *, partial: bool = False, even_if_
         )
     about = About(manifest, base.config, base.environment)
     with RunFolder.create(Path(out), manifest.suite, about=about) as folder:
+        write_sources(folder.path, chain.from_iterable(stored_sources(*part) for part in parts))
         folder.append(*(line.record for part in lines for line in part))
 
 

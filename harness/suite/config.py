@@ -18,6 +18,7 @@ from harness.case import Case
 from harness.errors import BadInput
 from harness.kernels.names import is_plugin
 from harness.registry import nearest
+from harness.suite.contest import Contest, contests
 from harness.suite.grid import AXES, Clash, count_cells, expand
 from harness.suite.schema import Accuracy, Battery, Document, Limits, Timing, resolve_kernel, show, unknown
 from harness.yaml_lines import Node, Where, YamlError, parse, read_text
@@ -78,6 +79,8 @@ class Suite:
     timing: Timing
     limits: Limits
     battery: Battery  # how long a user's kernel is asked directly
+    contest: Contest | None  # cells that differ in one axis are timed together; None: each beside its reference
+    judge_len: int | None  # longer cells are judged at this length
     accuracy: Accuracy | None  # what approximate kernels are held to; None: the acceptance rule holds for all
     source: str  # YAML text that gives this suite again, with the kernels of the command line
     path: Path | None
@@ -159,6 +162,7 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
     battery = document.battery or Battery(enabled=bool(given))
     if battery.enabled and document.equivalence == "exact":
         cases += tuple(Case.battery(kernel) for kernel in _plugins(cases))
+    contest = _contest(document, origin, cases)
     if text is None or kernels:
         text = _effective(text, document, given)
     return Suite(
@@ -171,6 +175,8 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
         timing=document.timing,
         limits=document.limits,
         battery=battery,
+        contest=contest,
+        judge_len=document.judge_len,
         accuracy=document.accuracy if document.equivalence == "approximate" else None,
         source=text,
         path=path,
@@ -222,6 +228,31 @@ def _validate(data: Any, origin: _Origin, folder: Path | None) -> Document:
         if not exclude.model_fields_set:
             raise ConfigError(origin.problem("must name at least one axis", ("exclude", at)))
     return document
+
+
+def _contest(document: Document, origin: _Origin, cases: Sequence[Case]) -> Contest | None:
+    """Refused where it would time nothing."""
+    if document.contest is None:
+        for key in ("against", "judge_len"):
+            if getattr(document, key) is not None:
+                raise ConfigError(origin.problem("only with contest: AXIS", (key,), getattr(document, key)))
+        return None
+    if document.against is None:
+        rule = "needs `against`: the value that the other cells are held to"
+        raise ConfigError(origin.problem(rule, ("contest",), document.contest))
+    contest = Contest(document.contest, document.against)
+    held = contests(cases, contest)
+    if not held:
+        rule = f"no two cells differ in {contest.axis} alone, one of which has this value: there is no contest"
+        raise ConfigError(origin.problem(rule, ("against",), contest.against))
+    if _plugins(cases):
+        rule = "kernels of your own are timed beside their reference, not in contests"
+        raise ConfigError(origin.problem(rule, ("contest",), contest.axis))
+    alone = {case.case_id for case in cases} - {case.case_id for group in held for case in group}
+    if alone:
+        rule = f"{len(alone)} cells are in no contest, such as {min(alone)}"
+        raise ConfigError(origin.problem(rule, ("contest",), contest.axis))
+    return contest
 
 
 def _translate(error: ValidationError, origin: _Origin) -> Iterator[Problem]:

@@ -220,6 +220,9 @@ class Accuracy:
     max_abs: Annotated[float, _limit(1e6)] | None = None  # at most
 
 
+CONTESTED = ("variant", "kernel", "kv_heads", "kv_lora_rank", "dtype", "mask")
+
+
 class Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -266,6 +269,9 @@ class Document(Closed):
     equivalence: Annotated[str, _one_of("equivalence", ("exact", "approximate"))] = "exact"
     accuracy: Accuracy = Accuracy()
     kernels: Axis[KernelName] | None = None  # in the place of every grid's, as --kernel
+    contest: Annotated[str, _one_of("axis", CONTESTED)] | None = None
+    against: str | int | None = None
+    judge_len: Annotated[int, _whole(8, 1_000_000)] | None = None
     battery: Battery | None = None  # None: for `kernels` and those of the command line
     grid: Grid | None = None
     include: list[Grid] = []

@@ -59,3 +59,7 @@ class CachedSelfAttention(nn.Module):
 
     def new_cache(self, capacity: int = 0, *, quantised: Quantisation | None = None) -> KVCache:
         return KVCache(capacity) if quantised is None else QuantisedKVCache(capacity, quantised)
+
+    def hold(self, cache: KVCache, *streams: Tensor) -> None:
+        """Appends what tokens left elsewhere: keys and values, or of latent attention its latents."""
+        cache.append(*streams)

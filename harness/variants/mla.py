@@ -236,6 +236,9 @@ class MultiHeadLatentAttention(LatentSpace, CachedSelfAttention):
             return True
         return choose(self.sizes, queries, latent.shape[2], itemsize=latent.itemsize).absorbs
 
+    def hold(self, cache: KVCache, *streams: Tensor) -> None:
+        cache.append(*(self._expand(*streams) if self.mode == "naive" else streams))
+
     def kv_elements_per_token(self) -> int:
         return self.sizes.expanded_kv_elements if self.mode == "naive" else self.sizes.latent_kv_elements
 

@@ -28,13 +28,20 @@ class Job:
     accuracy: Accuracy | None = None  # what approximate kernels are held to; None: judged as exact ones
     origin: str | None = None  # where the run's kernel came from; None: whatever is found
     minutes: float = 1.0  # of a battery
+    retime: bool = False  # a case that is judged already: its speed alone
+    rivals: tuple[Case, ...] = ()  # not a case to judge, but a contest that the case and these hold
+    judge_len: int | None = None  # a longer case is judged at this length
 
     @classmethod
     def of(cls, case: Case, suite: "Suite", *, threads: int, origin: str | None = None) -> "Job":
         """A case as its suite asks for it. Here and not in the runner, so that the code's hash covers it."""
         regimes = suite.regimes or REGIMES
         minutes = min(suite.battery.minutes, WITHIN_LIMIT * suite.limits.timeout_s / 60)
-        return cls(case, suite.seed, regimes, suite.timing, threads, suite.accuracy, origin, minutes)
+        # In a contest all cells are timed together, and only there.
+        timing = suite.timing if suite.contest is None else replace(suite.timing, enabled=False)
+        return cls(
+            case, suite.seed, regimes, timing, threads, suite.accuracy, origin, minutes, judge_len=suite.judge_len
+        )
 
 
 def perform(job: Job, allowed: int | None = None, begun: Callable[[], None] = lambda: None) -> Record:
@@ -74,9 +81,18 @@ def _measured(job: Job, kernel: "Kernel") -> Record:
         from harness.diagnosis.row import ask_all
 
         return ask_all(job.case, kernel, seed=job.seed, minutes=job.minutes)
-    from harness.cell.measure import measure
+    if job.rivals:
+        from harness.cell.contest import compete
 
-    return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing, accuracy=job.accuracy)
+        return compete((job.case, *job.rivals), seed=job.seed, timing=job.timing)
+    from harness.cell.measure import measure, measure_by_smaller
+
+    if job.judge_len is not None and job.case.seq_len > job.judge_len:
+        return measure_by_smaller(
+            job.case, kernel, seed=job.seed, regimes=job.regimes, judge_len=job.judge_len, accuracy=job.accuracy
+        )
+    return measure(job.case, kernel, seed=job.seed, regimes=job.regimes, timing=job.timing, accuracy=job.accuracy,
+                   retime=job.retime)  # fmt: skip
 
 
 def failed(job: Job, status: str, error: str, seconds: float) -> Record:
@@ -87,6 +103,7 @@ def failed(job: Job, status: str, error: str, seconds: float) -> Record:
 def decode_job(data: dict[str, Any]) -> Job:
     """The job of which `asdict`, a part of a message, made this plain data."""
     parts = {"case": Case(**data["case"]), "regimes": tuple(data["regimes"]), "timing": Timing(**data["timing"])}
+    parts["rivals"] = tuple(Case(**rival) for rival in data["rivals"])
     accuracy = None if data["accuracy"] is None else Accuracy(**data["accuracy"])
     return Job(**{**data, **parts, "accuracy": accuracy})
 

@@ -329,8 +329,8 @@ def takes_the_strides_of_queries(q, k, v, *rest, **options):
     return right(q, k, v, *rest, **options)
 
 
-def ignores_a_whole_scale(q, k, v, *rest, scale=None, **options):
-    return right(q, k, v, *rest, scale=scale if isinstance(scale, float) else None, **options)
+def ignores_a_whole_scale(q, k, v, scale=None, **options):
+    return right(q, k, v, scale=scale if isinstance(scale, float) else None, **options)
 
 
 def takes_values_for_shared(q, k, v, *rest, **options):

@@ -89,9 +89,7 @@ def parts_averaged(q, k, v, attn_mask=None, is_causal=False, **options):
     S = k.shape[2]
     if q.shape[2] > 1 or q.shape[0] * k.shape[1] > 2 or S < 256 or attn_mask is not None or is_causal:
         return sdpa(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
-    first, second = (
-        sdpa(q, k[:, :, part], v[:, :, part], **options) for part in (slice(S // 2), slice(S // 2, None))
-    )
+    first, second = (sdpa(q, k[:, :, part], v[:, :, part], **options) for part in (slice(S // 2), slice(S // 2, None)))
     return (first + second) / 2
 
 
@@ -102,7 +100,13 @@ def holes_filled(q, k, v, attn_mask=None, **options):
     return sdpa(q, k, v, attn_mask=attn_mask, **options)
 
 
+def sets_threads(*inputs, **options):
+    torch.set_num_threads(1)
+    return sdpa(*inputs, **options)
+
+
 WRONG = {
+    "sets threads": sets_threads,
     "parts averaged": parts_averaged,
     "holes filled": holes_filled,
     "scale": lambda q, k, v, scale=None, **o: sdpa(q, k, v, scale=1.001 * (scale or q.shape[-1] ** -0.5), **o),
@@ -149,7 +153,8 @@ def test_on_the_command_line(tmp_path):
     path = tmp_path / "kernels.py"
     path.write_text(SOURCE)
     wrong = python(
-        "-m", "harness", "judge", f"{path}:bottom_right", "--seed", "1", "--json", str(tmp_path / "found.json")
+        *("-m", "harness", "judge", f"{path}:bottom_right", "--seed", "1"),
+        *("--json", str(tmp_path / "found.json"), "--repro", str(tmp_path)),
     )
     assert wrong.code == 1, wrong.err
     assert wrong.out.startswith("WRONG")
@@ -160,6 +165,13 @@ def test_on_the_command_line(tmp_path):
     assert right.code == 0, right.out
     missing = python("-m", "harness", "judge", "no_such_kernel")
     assert missing.code == 2 and "unknown kernel" in missing.err
+
+
+def test_what_a_kernel_replaces_is_told(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE + "\ntorch.nn.functional.scaled_dot_product_attention = right\n")
+    result = python("-m", "harness", "judge", f"{path}:right", "--minutes", "0.02")
+    assert "its code replaces torch.nn.functional.scaled_dot_product_attention" in result.out, result.err
 
 
 def test_assert_kernel_says_what_is_wrong():

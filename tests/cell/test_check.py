@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import harness
-from harness.cell.rule import JITTER_DRAWS
+from harness.cell.check import REGIMES
+from harness.cell.rule import JITTER_DRAWS, LARGE_DRAWS, LARGE_ELEMENTS
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -137,6 +138,11 @@ def test_the_reference_runs_once_per_draw_and_as_golden_in_float64():
 
     assert harness.check(torch.sin, reference, tensors((4, 4))[0]).passed
     assert seen == [torch.float32, torch.float64] * (1 + JITTER_DRAWS)
+    seen.clear()
+    large = tensors((LARGE_ELEMENTS + 1,))[0]
+    assert harness.check(torch.sin, reference, large).passed
+    assert seen == [torch.float32, torch.float64] * (1 + LARGE_DRAWS)
+    assert not harness.check(lambda x: torch.sin(x * (1 + 1e-4)), reference, large).passed
 
 
 def test_a_badly_conditioned_problem_widens_its_own_budget():
@@ -216,7 +222,7 @@ def test_missing_and_extra_outputs_are_mismatches(candidate, reference, told):
     [
         (lambda x: None, "out is NoneType"),
         (lambda x: (x, 3), r"out\[1\] is int"),
-        (lambda x: (x, (x,)), r"out\[1\] is tuple"),
+        (lambda x: (x, (1j * x,)), r"out\[1\]\[0\] is torch.complex64"),
         (lambda x: {"ids": x.long()}, "ids is torch.int64"),
         (lambda x: (), "returned nothing"),
         (lambda x: {"a": None}, "returned nothing"),
@@ -418,7 +424,8 @@ def test_the_message_says_what_where_and_how_much():
     with pytest.raises(AssertionError) as caught:
         harness.assert_equivalent(scale_off, F.scaled_dot_product_attention, inputs, gradients=True)
     message = str(caught.value)
-    found = harness.check(scale_off, F.scaled_dot_product_attention, inputs, gradients=True)
+    reference = F.scaled_dot_product_attention
+    found = harness.check(scale_off, reference, inputs, gradients=True, regimes=REGIMES)
     first, *table = message.splitlines()
     assert first == f"mismatch: {found.worst.tensor}: {found.worst.reason}"
     assert " N (worst block " in first
@@ -456,3 +463,113 @@ def test_a_candidate_that_writes_into_its_input_fails():
     assert found.worst.tensor == "input 0"
     assert bool(x.any())  # the caller's own tensor is untouched
     assert harness.check(doubled, destructive, x).passed  # the candidate is not blamed for the reference
+
+
+# What plain numbers hide
+
+
+def without_max(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.exp(q @ k.mT * q.shape[-1] ** -0.5)
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+class RemembersByShape:
+    def __init__(self) -> None:
+        self.known: dict[torch.Size, Tensor] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.known.setdefault(q.shape, by_hand(q, k, v))
+
+
+class OneBuffer(RemembersByShape):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.known.setdefault(q.shape, torch.empty_like(q)).copy_(by_hand(q, k, v))
+
+
+def one_percent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return by_hand(1.01 * q.float(), k.float(), v.float()).to(q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "dtype", "told"),
+    [
+        (without_max, torch.float32, "peaked"),
+        (RemembersByShape(), torch.float32, "peaked"),
+        (OneBuffer(), torch.float32, "a later call overwrote it"),
+        (one_percent, torch.bfloat16, r"out \(in float32\)"),
+    ],
+)
+def test_the_assertion_sees_what_one_plain_call_does_not(candidate: Any, dtype: torch.dtype, told: str):
+    inputs = tensors(*QKV, dtype=dtype)
+    assert harness.check(candidate, F.scaled_dot_product_attention, inputs).passed
+    with pytest.raises(AssertionError, match=told):
+        harness.assert_equivalent(candidate, F.scaled_dot_product_attention, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("candidate", [harness.attention, by_hand])
+def test_right_ones_pass_in_all_regimes(candidate: Any, dtype: torch.dtype):
+    if candidate is by_hand and dtype == torch.float16:
+        pytest.skip("it overflows in half precision, which is what the regimes are for")
+    reference = F.scaled_dot_product_attention if candidate is harness.attention else by_hand
+    for seed in range(3):
+        harness.assert_equivalent(candidate, reference, tensors(*QKV, dtype=dtype), seed=seed, gradients=seed == 2)
+    harness.assert_equivalent(by_hand, by_hand, dict(zip("qkv", tensors(*QKV), strict=True)))
+
+
+def test_regimes_are_for_q_k_and_v():
+    with pytest.raises(ValueError, match="regimes are for calls of q, k and v"):
+        harness.check(torch.tanh, torch.tanh, tensors((3, 4)), regimes=("peaked",))
+    with pytest.raises(ValueError, match="did you mean 'peaked'"):
+        harness.check(by_hand, by_hand, tensors(*QKV), regimes=("peakd",))
+
+
+# Tokens, keywords, several outputs, chosen gradients
+
+
+class Model(nn.Module):
+    def __init__(self, wrong: float = 0.0, shift: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.wrong, self.shift = wrong, shift
+
+    def forward(self, input_ids: Tensor, *, scale: Tensor | None = None) -> dict[str, Any]:
+        x = self.embed(input_ids) * (1 if scale is None else scale)
+        logits = self.head(x) + self.wrong
+        return {"logits": logits, "best": logits.argmax(-1) + self.shift, "past": ((x, 2 * x), None)}
+
+
+def test_a_model_of_tokens_with_keywords_and_several_outputs():
+    ids, scale = torch.arange(6).view(2, 3), torch.tensor(1.5)
+    found = harness.check(Model(), Model(), (ids,), keywords={"scale": scale})
+    assert found.passed and names(found) == ["logits", "best", "past[0][0]", "past[0][1]"]
+    assert harness.check(Model(), Model(), {"input_ids": ids}).passed
+    (wrong,) = (v for v in harness.check(Model(shift=1), Model(), {"input_ids": ids}).verdicts if v.status != "ok")
+    assert (wrong.tensor, wrong.reason) == ("best", "6 of 6 numbers differ, the first at [0, 0]")
+    assert harness.check(Model(shift=1), Model(), {"input_ids": ids}, outputs=["logits"]).passed
+    assert not harness.check(Model(wrong=1e-3), Model(), {"input_ids": ids}, outputs=["logits"]).passed
+    with pytest.raises(ValueError, match=r"outputs = 'logit'.*did you mean 'logits'"):
+        harness.check(Model(), Model(), {"input_ids": ids}, outputs=["logit"])
+
+
+def test_a_candidate_that_writes_into_its_tokens_fails():
+    def writes(ids: Tensor, x: Tensor) -> Tensor:
+        ids += 1
+        return 2 * x
+
+    found = harness.check(writes, lambda ids, x: 2 * x, (torch.arange(3), torch.ones(3)))
+    assert (found.worst.tensor, found.worst.reason) == ("input 0", "was written into")
+
+
+def test_only_the_chosen_gradients_are_compared():
+    class CutsK(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return by_hand(q, k.detach(), v)
+
+    inputs = dict(zip("qkv", tensors(*QKV), strict=True))
+    assert harness.check(CutsK(), by_hand, inputs, gradients=["q", "v"]).passed
+    assert names(harness.check(by_hand, by_hand, inputs, gradients=["v"])) == ["out", "grad v"]
+    assert not harness.check(CutsK(), by_hand, inputs, gradients=["k"]).passed
+    with pytest.raises(ValueError, match="gradients = 'w'"):
+        harness.check(by_hand, by_hand, inputs, gradients=["w"])

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import harness.cell.build
 import harness.variants.gqa
 from harness.case import Case
+from harness.cell.large import compare_pair
 from harness.cell.measure import measure
-from harness.cell.referee import compare_pair
 from harness.cell.timing import Stopwatch, interleave
+from harness.environment import Others
 from harness.kernels.call import AttentionCall, ContractBroken
 from harness.kernels.front import find_kernel
-from harness.record import COLUMNS, STATUSES, Record
+from harness.record import COLUMNS, STATUSES, Record, retimed
 from harness.suite.schema import REGIMES, Timing
 from harness.variants.cache import KVCache
 from harness.variants.gqa import GroupedQueryAttention
@@ -59,9 +60,10 @@ def record(
     regimes: tuple[str, ...] = ("plain",),
     timing: Timing = UNTIMED,
     seed: int = 0,
+    retime: bool = False,
     **axes: Any,
 ) -> Record:
-    return measure(case(**axes), find_kernel(kernel), seed=seed, regimes=regimes, timing=timing)
+    return measure(case(**axes), find_kernel(kernel), seed=seed, regimes=regimes, timing=timing, retime=retime)
 
 
 def filled(found: Record, *names: str) -> bool:
@@ -146,13 +148,51 @@ def test_equality_columns_belong_to_one_tensor():
 def test_timing_keeps_the_raw_samples():
     found = record(timing=BRIEF)
     assert {side: len(samples) for side, samples in found.samples_s.items()} == {"candidate": 3, "reference": 3}
-    assert found.latency_ms == 1e3 * sorted(found.samples_s["candidate"])[1]
-    assert found.ref_latency_ms == 1e3 * sorted(found.samples_s["reference"])[1]
+    assert {side: len(shares) for side, shares in found.waited.items()} == {"candidate": 3, "reference": 3}
+    assert found.latency_ms is not None
+    assert min(found.samples_s["candidate"]) <= found.latency_ms / 1e3 <= max(found.samples_s["candidate"])
+    assert found.timing in ("ok", "disturbed")  # as the machine is
+    assert found.rounds is not None and found.rounds >= 2
+    assert found.others_busy is not None and found.others_busy >= 0
     assert found.latency_ratio is not None and found.latency_ratio_lo is not None and found.latency_ratio_hi is not None
     assert found.latency_ratio_lo <= found.latency_ratio <= found.latency_ratio_hi
     assert found.peak_bytes is not None and found.peak_bytes > 0
     assert found.seconds is not None and found.measured_seconds is not None
     assert 0 < found.measured_seconds < found.seconds
+
+
+def test_both_sides_are_timed_with_no_more_threads_than_there_are_free_cores(monkeypatch: pytest.MonkeyPatch):
+    """As seen while the cell was judged; judging goes on with what was asked for."""
+    monkeypatch.setattr(Others, "stop", lambda self: (1.0, 2.6))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert record(timing=BRIEF).threads == 1
+        assert torch.get_num_threads() == 3
+        monkeypatch.setattr(Others, "stop", lambda self: (1.0, 0.1))
+        assert record(timing=BRIEF).threads == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_cell_that_is_timed_anew_is_not_judged_again():
+    """Its speed alone counts; what fails while it is timed is its result all the same."""
+    whole = record(timing=BRIEF)
+    again = record(timing=BRIEF, retime=True)
+    assert filled(again, *SPEED)
+    assert empty(again, *EQUALITY)
+    merged = retimed(whole, again)
+    assert (merged.err_ratio, merged.params, merged.attempt) == (whole.err_ratio, whole.params, 2)
+    assert merged.samples_s == again.samples_s != whole.samples_s
+
+    def tired(*arguments: Any, **options: Any) -> Tensor:
+        raise RuntimeError("tired")
+
+    merged = retimed(whole, record(tired, timing=BRIEF, retime=True))
+    assert merged.status == "error"
+    assert "tired" in str(merged.error)
+    assert merged.latency_ms is None and merged.timing == "none"
 
 
 def test_only_timing_runs_without_the_contract_checks(monkeypatch: pytest.MonkeyPatch):
@@ -323,7 +363,7 @@ def test_a_kernel_that_fails_only_while_it_is_timed(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("tired")
         return F.scaled_dot_product_attention(q, k, v, **options)
 
-    monkeypatch.setattr("harness.cell.measure.interleave", noted)
+    monkeypatch.setattr("harness.cell.clock.interleave", noted)
     found = record(tires, timing=BRIEF)
     assert found.status == "error"
     assert found.error is not None and "tired" in found.error

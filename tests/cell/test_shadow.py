@@ -10,8 +10,9 @@ from torch import Tensor
 
 from harness.case import Case
 from harness.cell.build import build_pair
+from harness.cell.large import compare_pair
 from harness.cell.measure import measure
-from harness.cell.referee import IN_FLOAT32, Referee, compare_pair
+from harness.cell.referee import IN_FLOAT32, Referee
 from harness.cell.rule import Equivalence, TensorVerdict
 from harness.cell.timing import Stopwatch
 from harness.kernels.call import AttentionCall, Kernel, Unsupported

@@ -137,6 +137,13 @@ def test_speeds_differ_only_where_intervals_share_nothing():
     assert not touching.speed_apart
 
 
+def test_a_speed_that_others_disturbed_is_no_difference():
+    quiet, disturbed = timed(1.0, 0.9, 1.1), timed(9.0, 8.0, 10.0, timing="disturbed")
+    cell = compared(quiet, disturbed)
+    assert not cell.speed_apart and not cell.found
+    assert "9.00 (8.00…10.00) disturbed" in changes(cell)[0]
+
+
 def test_faster_counts_as_much_as_slower():
     faster = compared(timed(1.3, 1.2, 1.4), timed(1.0, 0.9, 1.1))
     slower = compared(timed(1.0, 0.9, 1.1), timed(1.3, 1.2, 1.4))

@@ -519,13 +519,14 @@ def test_a_runs_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run, baseline = folder(tmp_path / "run", record()), tmp_path / "baseline"
     assert main(["gate", str(run), "--baseline", str(baseline), "--accept", "--quiet"]) == 0
     opened: list[str] = []
-    path_open = Path.open
+    real_open = open
 
-    def watched(path: Path, *how: Any, **more: Any) -> Any:
-        opened.append(path.name)
-        return path_open(path, *how, **more)
+    def watched(path: Any, *how: Any, **more: Any) -> Any:
+        opened.append(Path(str(path)).name)
+        return real_open(path, *how, **more)
 
-    monkeypatch.setattr(Path, "open", watched)
+    monkeypatch.setattr("builtins.open", watched)
+    monkeypatch.setattr("io.open", watched)  # of Path.open
     fake(monkeypatch, "pass")
     assert main(["gate", str(run), "--baseline", str(baseline), "--base-dir", str(ROOT), "--quiet"]) == 0
     for name in ("records.jsonl", "config.yaml", "environment.json", "run.json"):

@@ -355,6 +355,22 @@ def test_a_wrong_kernel_on_the_command_line_exits_1(cli: Command):
     assert pd.read_csv("here/verify.csv")["verdict"].item() == "not equal"
 
 
+def test_a_plugin_that_replaces_sdpa_is_told_and_compared_with_the_real_one(cli: Command, tmp_path: Path):
+    (tmp_path / "patched.py").write_text(
+        """
+import torch.nn.functional as F
+real = F.scaled_dot_product_attention
+def mine(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    scale = 1.2 * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return real(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+F.scaled_dot_product_attention = mine
+"""
+    )
+    result = cli("llama", "--kernel", f"{tmp_path}/patched.py:mine", "--out", "here")
+    assert result.code == 1 and "NOT EQUAL" in result.out
+    assert "replaces torch.nn.functional.scaled_dot_product_attention" in result.err
+
+
 def test_a_kernel_that_raises_says_nothing_about_being_equal(cli: Command):
     result = cli("llama", "--kernel", f"{WRONG}:raises", "--out", "here")
     assert (result.code, result.marks) == (1, "✓✓✓✗-")

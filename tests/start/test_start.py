@@ -65,7 +65,7 @@ def test_a_typo_is_answered(words: list[str], meant: str, capsys) -> None:
 
 def test_the_reference_is_fresh_and_whole(capsys) -> None:
     told = called(capsys, "list", "--config")
-    assert told.out == markdown() == (ROOT / "docs" / "config.md").read_text(), "make config-reference"
+    assert told.out == markdown() == (ROOT / "docs" / "config.md").read_text(), "harness list --config > docs/config.md"
     assert [key.where for key in axis_keys()] == list(AXES)
     assert {key.where.partition(".")[0] for key in top_keys()} == Document.model_fields.keys()
     assert all(key.rule and key.about for key in (*top_keys(), *axis_keys()))

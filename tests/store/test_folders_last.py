@@ -117,6 +117,14 @@ def test_an_edited_helper_is_a_changed_kernel(project: Path, capsys) -> None:
     assert "kernel kernel.py:f: kernel.py sha256:" in resumed.err
 
 
+def test_merged_shards_keep_the_kernels_too(project: Path, capsys) -> None:
+    for at in ("1/2", "2/2"):
+        assert called(capsys, *RUN[:-2], at[0], "--quiet", "--shard", at).code == 0
+    assert called(capsys, "merge", "whole", "1", "2").code == 0
+    again = called(capsys, "reproduce", "whole", "--out", "again")
+    assert again.code == 0 and "REPRODUCED  2 of 2 cells with the same verdict, 2 with" in again.out
+
+
 def test_installed_packages_are_no_source_but_a_version(project: Path) -> None:
     (project / "kernel.py").write_text("import torch, numpy as np, harness, os\n" + KERNEL)
     assert sorted(each.place for each in sources_of("kernel.py:f")) == FILES

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -30,7 +31,7 @@ from harness.workers.interrupts import Terminated
 from harness.workers.job import Here
 from tests.rooms import reached, room_of
 from tests.support import ROOT, python
-from tests.support.runs import CONFIG, MadeUp
+from tests.support.runs import CONFIG, MadeUp, made_up
 
 pytestmark = pytest.mark.usefixtures("beside_a_config")
 
@@ -77,6 +78,120 @@ def test_a_finished_run_has_nothing_to_do() -> None:
     assert idle.done == []
     assert records_lines() == before
     pd.testing.assert_frame_equal(again, whole)
+
+
+class Disturbed(MadeUp):
+    """An executor on a busy machine: cells are disturbed the first so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.again = times, list[str]()
+
+    def run(self, jobs):
+        for job in jobs:
+            self.again += [job.case.case_id] * job.retime
+            seen = self.done.count(job.case.case_id)
+            self.done.append(job.case.case_id)
+            timing = "disturbed" if seen < self.times else "ok"
+            yield replace(
+                made_up(job.case), timing=timing, latency_ms=float(seen + 1), err_ratio=0.1 * (not job.retime)
+            )
+
+
+TIMED = CONFIG.replace("timing: {enabled: false}", "timing: {budget_s: 0.01}")
+
+
+def test_disturbed_cells_are_timed_again_later_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "AGAIN", math.inf)
+    Path("c.yaml").write_text(TIMED)
+    busy = Disturbed(times=1)
+    frame = run("c.yaml", OUT, executor=busy)
+    assert busy.done == 2 * frame["case_id"].tolist()  # all once, then all again
+    assert busy.again == frame["case_id"].tolist()
+    assert set(frame["timing"]) == {"ok"}
+    assert set(frame["latency_ms"]) == {2.0}
+    assert set(frame["err_ratio"]) == {0.1}  # judged the first time
+
+
+def test_timing_again_ends_with_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "AGAIN", 0.0)
+    Path("c.yaml").write_text(TIMED)
+    busy = Disturbed(times=1)
+    frame = run("c.yaml", OUT, executor=busy)
+    assert len(busy.again) == 1
+    assert frame["timing"].value_counts().to_dict() == {"disturbed": 5, "ok": 1}
+    with pytest.raises(BadInput, match="add --resume"):
+        run("c.yaml", OUT, executor=busy, retime=True)
+    frame = run("c.yaml", OUT, executor=busy, resume=True)
+    assert len(busy.again) == 1  # only when asked
+    frame = run("c.yaml", OUT, executor=busy, resume=True, retime=True)
+    assert len(busy.again) == 6
+    assert set(frame["timing"]) == {"ok"}
+
+
+CONTEST = CONFIG.replace("timing: {enabled: false}", "contest: variant\nagainst: mha\ntiming: {budget_s: 0.01}")
+
+
+class Contests(MadeUp):
+    """An executor that judges, and times whole contests; the first `hit` of them beside a busy neighbour."""
+
+    def __init__(self, *, hit: int = 0, stop_after: int | None = None) -> None:
+        super().__init__()
+        self.hit, self.left, self.held = hit, stop_after, list[str]()
+
+    def run(self, jobs):
+        for job in jobs:
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left = None if self.left is None else self.left - 1
+            if not job.rivals:
+                assert not job.timing.enabled
+                yield made_up(job.case)
+                continue
+            self.held.append(job.case.case_id)
+            names = [case.case_id for case in (job.case, *job.rivals)]
+            share = 0.9 * (len(self.held) <= self.hit)
+            yield replace(made_up(job.case), samples_s={name: [1.0 + at] * 12 for at, name in enumerate(names)},
+                          waited={name: [share] * 12 for name in names})  # fmt: skip
+
+
+def test_contests_are_held_once_all_cells_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "AGAIN", math.inf)
+    Path("c.yaml").write_text(CONTEST)
+    machine = Contests(hit=2)
+    frame = run("c.yaml", OUT, executor=machine)
+    assert len(machine.held) == 3 + 2  # two of the three were disturbed, and are held again
+    assert set(frame["timing"]) == {"ok"}
+    assert dict(zip(frame["variant"], frame["ratio_to"].round(6), strict=True)) == {"mha": 1.0, "mqa": 2.0}
+    assert set(frame["against"]) == set(frame.loc[frame["variant"] == "mha", "case_id"])
+    with pytest.raises(BadInput, match="a contest times together"):
+        run("c.yaml", "elsewhere", executor=machine, shard=(1, 2))
+
+
+@pytest.mark.parametrize("after", [2, 6, 8])
+def test_a_run_with_contests_goes_on_where_it_was_cut_short(after: int) -> None:
+    Path("c.yaml").write_text(CONTEST)
+    with pytest.raises(Interrupted):
+        run("c.yaml", OUT, executor=Contests(stop_after=after))
+    machine = Contests()
+    frame = run("c.yaml", OUT, executor=machine, resume=True)
+    assert len(machine.held) == 3 - max(0, after - 6)
+    assert set(frame["timing"]) == {"ok"}
+    assert frame["ratio_to"].notna().all()
+
+
+def test_cells_that_are_not_equal_hold_no_contest() -> None:
+    Path("c.yaml").write_text(CONTEST)
+
+    class Wrong(Contests):
+        def run(self, jobs):
+            for record in super().run(jobs):
+                yield replace(record, status="mismatch") if record.variant == "mqa" else record
+
+    machine = Wrong()
+    frame = run("c.yaml", OUT, executor=machine)
+    assert machine.held == []
+    assert set(frame["timing"]) == {"none"}
 
 
 def test_a_run_that_never_began_starts_afresh() -> None:

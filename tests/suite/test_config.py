@@ -291,7 +291,7 @@ def test_unknown_names_are_answered_with_the_known_ones(refuse, extra, line, key
 def test_an_unknown_variant_lists_them_all(refuse):
     error = refuse(BASE.replace("mha", "mhaa"))
     assert error.rule == f"unknown variant; did you mean 'mha'? (known: {', '.join(VARIANTS)})"
-    assert len(MASKS) == 12
+    assert len(MASKS) == 13
 
 
 # Types and bounds

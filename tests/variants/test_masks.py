@@ -38,6 +38,7 @@ VISIBLE: dict[str, Callable[[int, int, int, int, int], bool]] = {
     "causal": lambda b, h, i, j, s: j <= i,
     "padding": lambda b, h, i, j, s: j < valid_length(b, s),
     "causal_padding": lambda b, h, i, j, s: j <= i and j < valid_length(b, s),
+    "left_padding": lambda b, h, i, j, s: j <= i and j >= (1 + 3 * b % (s // 4 + 1) if s > 1 else 0),
     "bool_random": lambda b, h, i, j, s: i == j or noise(b, i, j) < 7000,
     "float_bias": lambda b, h, i, j, s: True,
     "sliding_window": lambda b, h, i, j, s: 0 <= i - j < max(1, s // 4),
@@ -116,8 +117,9 @@ def test_dead_rows_only_where_declared(name: str, s: int) -> None:
     visible = np.isfinite(as_scores(made(name, range(s), range(s), s), (B, H, s, s)))
     dead = ~visible.any(-1)
     if MASKS[name].has_dead_rows:
-        expected = np.broadcast_to(np.arange(s) % 3 == 1, dead.shape)
-        np.testing.assert_array_equal(dead, expected)
+        starts = np.array([1 + 3 * b % (s // 4 + 1) if s > 1 else 0 for b in range(B)])[:, None, None]
+        hidden = {"dead_rows": np.arange(s) % 3 == 1, "left_padding": np.arange(s) < starts}[name]
+        np.testing.assert_array_equal(dead, np.broadcast_to(hidden, dead.shape))
     else:
         assert not dead.any()
 

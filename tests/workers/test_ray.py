@@ -73,7 +73,7 @@ def make_jobs(kernels: tuple[str, ...] = ("eager",), *, timing: Timing = UNTIMED
 
 def comparable(record: Record) -> Record:
     """Less what the clock says. repr, because NaN is not equal to itself."""
-    return replace(record, seconds=None, measured_seconds=None)
+    return replace(record, seconds=None, measured_seconds=None, parts_s={})
 
 
 class Slow:

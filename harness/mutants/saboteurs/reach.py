@@ -40,8 +40,10 @@ def decoded(case: Case) -> Tensor:
 
 
 def context(case: Case) -> int:
-    """Tokens that come at once."""
-    return len(steps_of(case)[0][0])
+    """Tokens that come at once, or that are given to the last of single steps."""
+    steps = steps_of(case)
+    first, last = steps[0][0], steps[-1][0]
+    return first.stop if first.start == 0 else last.start
 
 
 def absorbed(case: Case) -> Tensor:

@@ -99,6 +99,7 @@ class Saboteur:
     kernel: Callable[[], Kernel] | None = None
     spoil: Spoil | None = None
     invisible: Callable[[Case], str | None] = lambda case: None
+    core: Core = "softmax"  # what the variants that it can be in are made around
 
 
 SABOTEURS: Registry[Saboteur] = Registry("saboteur")
@@ -158,12 +159,11 @@ def load_all() -> Registry[Saboteur]:
 
 
 def _register(wrong: Wrong, applies: Applies, *, name: str | None = None, core: Core = "softmax", **how: Any) -> Wrong:
-    """`core`: what the variants that it can be in are made around."""
     assert wrong.__doc__, f"{wrong.__name__} does not say which bug it stands for"
     name = name or wrong.__name__
 
     def is_there(case: Case) -> bool:
         return VARIANTS[case.variant].core == core and applies(case)
 
-    SABOTEURS.add(name, Saboteur(name, " ".join(wrong.__doc__.split()), is_there, **how))
+    SABOTEURS.add(name, Saboteur(name, " ".join(wrong.__doc__.split()), is_there, core=core, **how))
     return wrong

@@ -9,7 +9,8 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from harness.record import DEGRADED_FACTOR, EQUAL_STATUSES, OK_FACTOR
+from harness.record import DEGRADED_FACTOR, OK_FACTOR
+from harness.report.summary import is_timed
 
 DATA = "rows"
 DRAWN = "drawn"  # the layer whose data the picture's table shows
@@ -171,7 +172,7 @@ def errors(frame: pd.DataFrame) -> Any:
 
 def speed(frame: pd.DataFrame) -> Any:
     """Latency over the reference's, geometric mean of the cells behind each square; places stay while rows go."""
-    timed = frame[frame["latency_ratio"].notna() & frame["status"].isin(EQUAL_STATUSES)]
+    timed = frame[is_timed(frame) & frame["latency_ratio"].notna()]
     places = sorted(set(timed["phase"].astype(str) + " · " + timed["mask"].astype(str)))
     top = alt.Axis(orient="top", labelAngle=-35, labelLimit=150)
     base = alt.Chart(alt.NamedData(DATA)).encode(

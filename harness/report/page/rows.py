@@ -8,18 +8,32 @@ from typing import Any
 
 import pandas as pd
 
-from harness.record import COLUMNS, EQUAL_STATUSES
+from harness.record import COLUMNS
 from harness.report import sparsity
 from harness.report.page.run import StoredRun
+from harness.report.summary import is_timed
 
 DIGITS = 5
 REPEATED = 2  # times that a value must occur on average, to be written once
 # Filters of the page, in its order; one is shown where its column has several values.
-AXES = ("run", "status", "variant", "kernel", "phase", "mask", "dtype", "seq_len", "embed_dim", "heads", "batch")
+AXES = (
+    "run",
+    "status",
+    "variant",
+    "kernel",
+    "phase",
+    "mask",
+    "dtype",
+    "seq_len",
+    "embed_dim",
+    "heads",
+    "batch",
+    "timing",
+)
 # What the page's table shows first; the rest follows behind "all columns".
 KEY_COLUMNS = ("run", "case_id", "status", "err_ratio", "max_abs_err", "err_budget", "params", "kv_bytes_per_token",
                "latency_ms", "ref_latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi",
-               "error")  # fmt: skip
+               "ratio_to", "ratio_lo", "ratio_hi", "timing", "error")  # fmt: skip
 # What tells two cells of one variant apart although their setting is the same.
 OPTIONS = {"kv_heads": "kv", "q_lora_rank": "q-rank", "kv_lora_rank": "rank", "rope_head_dim": "rope",
            "v_head_dim": "v-dim"}  # fmt: skip
@@ -111,19 +125,20 @@ def _series(frame: pd.DataFrame) -> pd.Series:
 
 
 def tradeoff_points(frame: pd.DataFrame) -> pd.DataFrame:
-    """The decode cells that are equal and timed, each with what the trade-off picture draws of it.
+    """The decode cells that are equal and timed undisturbed, each with what the trade-off picture draws of it.
 
-    low_ms, high_ms  the interval of the ratio to the reference, carried over to the latency
+    low_ms, high_ms  the interval of the ratio to the reference, or of the contest's, carried over to the latency
     cut_ms           where its whisker ends: one disturbed sample must not press all points to the floor
     spot             the same for cells of one cache whose times are near: their names share one place
     beaten_by        the rows of its setting that keep it off the front
     """
-    cells = frame[(frame["phase"] == "decode") & frame["status"].isin(EQUAL_STATUSES)]
-    cells = cells[cells["latency_ms"].notna() & cells["kv_bytes_per_token"].notna()]
-    measured = ("latency_ms", "latency_ratio", "latency_ratio_lo", "latency_ratio_hi")
-    cells = cells.astype(dict.fromkeys(measured, "float64"))
-    unit = cells["latency_ms"] / cells["latency_ratio"]
-    cells = cells.assign(low_ms=unit * cells["latency_ratio_lo"], high_ms=unit * cells["latency_ratio_hi"])
+    cells = frame[(frame["phase"] == "decode") & is_timed(frame) & frame["kv_bytes_per_token"].notna()]
+    ratios = ("latency_ratio", "latency_ratio_lo", "latency_ratio_hi", "ratio_to", "ratio_lo", "ratio_hi")
+    cells = cells.astype(dict.fromkeys(("latency_ms", *ratios), "float64"))
+    for end, name in (("lo", "low_ms"), ("hi", "high_ms")):
+        of_reference = cells[f"latency_ratio_{end}"] / cells["latency_ratio"]
+        of_contest = cells[f"ratio_{end}"] / cells["ratio_to"]
+        cells[name] = cells["latency_ms"] * of_reference.fillna(of_contest)
     cells["slowest"] = cells.groupby("setting")["latency_ms"].transform("max")
     cells["cut_ms"] = cells["high_ms"].clip(upper=1.25 * cells["slowest"])
     upwards = cells.sort_values("latency_ms", kind="stable")

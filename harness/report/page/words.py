@@ -48,7 +48,7 @@ def card(run: StoredRun) -> Card:
         statuses=tuple((status, f"{number:,}") for status, number in verdict.statuses.items()),
         worst=story.worst_line(verdict),
         worst_cell=plain(verdict.worst_case_id),
-        notes=tuple(plain(note) for note in run.notes),
+        notes=(*map(plain, run.notes), *([line] if (line := story.disturbed_line(verdict)) else [])),
         command=run.command,
         config=run.config,
     )

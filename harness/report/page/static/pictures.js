@@ -36,7 +36,7 @@ const curveOf = (phase, field) => ({
   fields: ["variant", "run", "series", "seq_len", field],
   choose: (rows) => {
     const wanted = family.value; // once: a select looks through all its options
-    return rows.filter((row) => row.family === wanted && row.phase === phase && isEqual(row) && row[field] > 0);
+    return rows.filter((row) => row.family === wanted && row.phase === phase && isTimed(row) && row[field] > 0);
   },
   table: () => names("series", "run", "seq_len", field, "case_id"),
   none: `no equal ${phase} cell of this size and kind was measured`,
@@ -86,11 +86,11 @@ const pictures = {
   },
   speed: {
     fields: ["place", "series", "cells", "doublings", "ratio", "smallest", "largest"],
-    choose: (rows) => squares(rows.filter((row) => isEqual(row) && row.latency_ratio > 0)),
+    choose: (rows) => squares(rows.filter((row) => isTimed(row) && row.latency_ratio > 0)),
     table: () => [{ name: "place", kind: "text" }, ...names("series", "ratio", "smallest", "largest", "cells")],
     none: "no equal cell among the rows shown was timed",
     // Room for a number in each square; a narrow screen scrolls the picture in its box.
-    least: () => 190 + 44 * distinct(allRows.filter((row) => isEqual(row) && row.latency_ratio > 0), "series").length,
+    least: () => 190 + 44 * distinct(allRows.filter((row) => isTimed(row) && row.latency_ratio > 0), "series").length,
     say: () => "Blue is faster than the reference, orange slower; the colour is full at a factor of 4.",
   },
 };
@@ -116,9 +116,9 @@ if (page.leftOut.length) {
   pictures.gain = ofLeftOut("dense_ratio", "no approximate cell among the rows shown was timed");
 }
 
-const isDecode = (row) => row.phase === "decode" && isEqual(row) && measured("latency_ms")(row)
-  && measured("kv_bytes_per_token")(row) && measured("latency_ratio")(row);
-const hasCurve = (row) => (row.phase === "decode" || row.phase === "prefill") && isEqual(row) && measured("latency_ms")(row);
+const isDecode = (row) => row.phase === "decode" && isTimed(row) && measured("latency_ms")(row)
+  && measured("kv_bytes_per_token")(row);
+const hasCurve = (row) => (row.phase === "decode" || row.phase === "prefill") && isTimed(row) && measured("latency_ms")(row);
 const setting = document.getElementById("setting");
 const family = document.getElementById("family");
 

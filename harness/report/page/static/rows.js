@@ -24,6 +24,8 @@ for (const row of allRows) {
 }
 
 const isEqual = (row) => row.status === "ok" || row.status === "degraded";
+// What others disturbed while it was timed is no measurement: the table has it, with its mark, and no picture.
+const isTimed = (row) => isEqual(row) && row.timing !== "disturbed";
 const distinct = (rows, name) => [...new Set(rows.map((row) => row[name]))].filter((value) => value !== null);
 
 function compare(a, b) {
