@@ -27,13 +27,21 @@ class Zygote:
         self._channel, theirs = socket.socketpair()
         parent = os.getpid()
         gc.freeze()  # what is imported stays: no page of it need be copied for the collector's sake
-        pid = os.fork()
-        if pid == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             try:
                 serve(theirs, parent)
             finally:
                 os._exit(1)
         theirs.close()
+
+    def __enter__(self) -> "Zygote":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It ends when nobody asks it any more; what it forked is the kernels' processes' own affair."""
+        self._channel.close()
+        os.waitpid(self._pid, 0)
 
     def spawn(self, handles: Sequence[int], printed: int) -> "Forked":
         """A kernel's process with these handles, its standard streams going to `printed`."""

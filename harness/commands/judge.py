@@ -70,19 +70,22 @@ def execute(options: argparse.Namespace) -> int:
     from harness.diagnosis.session import diagnose
     from harness.report.judgement import print_judgement
 
-    examinee = examinee_of(options.kernel, zygote=Zygote())  # before torch has made a thread
-    with progress(ABOUT, Console(stderr=True, quiet=options.quiet)) as report:
-        found = judge(
-            examinee,
-            minutes=options.minutes,
-            seed=options.seed,
-            go_on=options.all,
-            strict=options.strict,
-            on_finding=lambda done, planned, finding: report(done, f"{finding.group}: {finding.call[:60]}"),
-        )
-    diagnosis = None if options.no_diagnosis else diagnose(examinee, found)
-    if isinstance(examinee, Process):
-        examinee.stop()
+    with Zygote() as zygote:  # before torch has made a thread
+        examinee = examinee_of(options.kernel, zygote=zygote)
+        try:
+            with progress(ABOUT, Console(stderr=True, quiet=options.quiet)) as report:
+                found = judge(
+                    examinee,
+                    minutes=options.minutes,
+                    seed=options.seed,
+                    go_on=options.all,
+                    strict=options.strict,
+                    on_finding=lambda done, planned, finding: report(done, f"{finding.group}: {finding.call[:60]}"),
+                )
+            diagnosis = None if options.no_diagnosis else diagnose(examinee, found)
+        finally:
+            if isinstance(examinee, Process):
+                examinee.stop()
     if diagnosis is not None and diagnosis.shrunk is not None and diagnosis.shrunk.script:
         options.repro.mkdir(parents=True, exist_ok=True)
         (options.repro / diagnosis.file_name).write_text(diagnosis.shrunk.script)

@@ -178,20 +178,20 @@ def _decode(data: dict[str, Any]) -> Manifest:
         config_sha256=data["config_sha256"],
         code=data["code"],
         seed=data["seed"],
-        kernels=_by_name(data["kernels"]),
+        kernels=_by_name("kernels", data["kernels"]),
         shard=_shard(data["shard"]),
         case_ids=_texts(data["case_ids"]),
         command=None if command is None else _texts(command),
         changes=_texts(data.get("changes", [])),
         parts=tuple(MergedPart(p["folder"], _shard(p["shard"]), p["cells"]) for p in data.get("parts", [])),
         sources={kernel: _texts(files) for kernel, files in data.get("sources", {}).items()},
-        packages=_by_name(data.get("packages", {})),
+        packages=_by_name("packages", data.get("packages", {})),
     )
 
 
-def _by_name(values: Any) -> dict[str, str]:
+def _by_name(key: str, values: Any) -> dict[str, str]:
     if not isinstance(values, dict) or {*map(type, values.values())} - {str}:
-        raise TypeError(f"must be texts by name, not {values!r:.60}")
+        raise TypeError(f"{key} must be texts by name, not {values!r:.60}")
     return values
 
 

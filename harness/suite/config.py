@@ -132,7 +132,7 @@ def shipped_configs() -> dict[str, str]:
 def find_config(config: str | Path) -> Path:
     """A path wins; a bare name is that of a config in the package."""
     path = Path(config)
-    if path.suffix or len(path.parts) != 1 or (path.exists() and not path.is_dir()):
+    if path.suffix or os.sep in str(config) or len(path.parts) != 1 or (os.path.exists(path) and not path.is_dir()):
         return path
     shipped = SHIPPED / f"{path.name}.yaml"
     if shipped.is_file():
@@ -151,7 +151,7 @@ def load_suite(config: str | Path | Mapping[str, Any], *, kernels: Sequence[str]
             text = read_text(path)
             origin = _Origin(str(path), parse(text))
         except YamlError as error:
-            rule = error.rule if path.exists() else f"{error.rule}{nearest(path.name, _beside(path))}"
+            rule = error.rule if os.path.lexists(path) else f"{error.rule}{nearest(path.name, _beside(path))}"
             raise ConfigError(Problem(rule, str(path), error.line, key_text(error.path))) from None
         assert origin.root is not None
         data = origin.root.plain()

@@ -230,8 +230,8 @@ SPOILT = f"""\
 {TIMED}"""
 LACKING = (
     "cell/build.py",
-    "    spec = VARIANTS[case.variant]\n",
-    "    spec = VARIANTS[case.variant.replace('mqa', 'none')]\n",
+    "    spec, dtype = VARIANTS[case.variant], ",
+    "    spec, dtype = VARIANTS[case.variant.replace('mqa', 'none')], ",
 )
 
 

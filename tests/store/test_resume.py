@@ -405,7 +405,7 @@ def test_a_record_of_no_planned_cell_is_refused() -> None:
     [
         (lambda data: data["case_ids"].pop(), "checksum"),
         (lambda data: data.update(cells=5), "the length or the checksum"),
-        (lambda data: data.pop("seed"), "expected"),
+        (lambda data: data.pop("seed"), "seed"),
         (lambda data: data.update(shard=[3, 2]), "shard"),
         (lambda data: data.update(kernels=None), "kernels"),
         (lambda data: data.update(suite=3), "suite must be text"),
