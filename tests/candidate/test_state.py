@@ -24,11 +24,14 @@ import torch.nn.functional as F
 
 def vandal(q, k, v, **options):
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     torch.backends.mha.set_fastpath_enabled(False)
     torch.manual_seed(1)
     os.chdir("/")
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+def loner(q, k, v, **options):
+    torch.set_num_threads(1)
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 class Stop(BaseException):
@@ -132,6 +135,14 @@ def test_one_kernel_cannot_change_the_numbers_of_another(tmp_path: Path, monkeyp
     shared = beside[beside["kernel"] == "eager"]
     assert list(shared["err_ratio"]) == list(alone["err_ratio"])
     assert set(beside["status"]) == {"ok"}
+
+
+def test_a_kernel_that_leaves_torch_at_one_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("vandal.py").write_text(VANDAL)
+    frame = harness.run(CONFIG, "run", kernels=["vandal.py:loner", "eager"])
+    assert list(frame["status"]) == ["mismatch", "ok", "mismatch", "ok"]
+    assert frame["error"][0].endswith("kernel set torch's threads to 1")
 
 
 def test_whatever_a_kernel_raises_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
