@@ -16,7 +16,7 @@ from tests.support import ROOT
 
 CHEATS = ROOT / "bench" / "exam" / "b" / "cheats"
 # Right kernels whose cheat is about speed alone: it must gain nothing, and reach nobody else.
-RIGHT = {"answers_from_cache", "patches_clocks", "starves_others"}
+RIGHT = {"answers_from_cache", "patches_clocks"}
 WRONG = [
     "background_thread",
     "forges_messages",
@@ -26,6 +26,7 @@ WRONG = [
     "notices_timing",
     "patches_comparisons",
     "patches_sdpa",
+    "starves_others",
     "patches_softmax_later",
     "rewrites_the_judge",
     "steals_reference",

@@ -100,14 +100,18 @@ def test_a_run_writes_prints_and_exits_0(cli: Command):
     assert folder.name.startswith("tiny-")
     assert sorted(path.name for path in folder.iterdir()) == sorted((*FILES, "benchmark.json"))
     # the table on the terminal
-    for word in ("variant", "error/N", "params", "KV B/token", "prefill", "decode", "train", "x MHA"):
+    for word in ("variant", "error/N", "params", "KV B/token", "x MHA"):
         assert word in result.out, word
+    # the speeds, unless this machine disturbed them all
+    is_disturbed = "12 cells were disturbed" in result.out
+    assert is_disturbed or "How fast is it?" in result.out or "x ref" in result.out
     for variant in ("mha", "mqa", "gqa", "mla"):
         assert re.search(rf"^ *{variant} .* 3/3 ", result.out, re.MULTILINE), variant
     assert re.search(r"^\d+ % of \d+ s inside measured or compared calls$", result.out, re.MULTILINE)
     assert f"results/{folder.name}/  report.html summary.md results.csv results.parquet records.jsonl" in result.out
     # the files
-    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    records = [*{record["case_id"]: record for record in lines}.values()]  # what was disturbed is there twice
     frame, csv = table(), pd.read_csv(folder / "results.csv")
     assert len(records) == len(frame) == len(csv) == 12
     assert list(frame.columns) == list(csv.columns) == list(COLUMNS)
