@@ -254,10 +254,15 @@ class LatestReferee:
         self._key: object = None
         self._referee: Referee | LargeReferee | None = None
 
-    def keep_for(self, case: Case, regimes: Sequence[str], *, seed: int, poison: float | None) -> None:
-        """Forgets it, before anything is made for another cell: two large ones would not fit into memory."""
+    def keep_for(
+        self, case: Case, regimes: Sequence[str], *, seed: int, poison: float | None, gives_weights: bool
+    ) -> None:
+        """Forgets it, before anything is made for another cell: two large ones would not fit into memory.
+
+        Nor does it hold for a kernel that gives weights where the last gave none: the reference was not asked for them.
+        """
         cell = replace(case, kernel=PLAINEST)
-        key = (cell, tuple(regimes), seed, repr(poison), torch.get_num_threads())
+        key = (cell, tuple(regimes), seed, repr(poison), gives_weights, torch.get_num_threads())
         if key != self._key:
             self._key, self._referee = key, None
 
@@ -267,7 +272,8 @@ class LatestReferee:
     def of(
         self, pair: Pair, regimes: Sequence[str], *, seed: int, poison: float | None, stopwatch: Stopwatch
     ) -> Referee | LargeReferee:
-        self.keep_for(pair.case, regimes, seed=seed, poison=poison)
+        weights = pair.candidate.gives_weights
+        self.keep_for(pair.case, regimes, seed=seed, poison=poison, gives_weights=weights)
         if self._referee is None:
             self._referee = referee_of(pair, regimes, seed=seed, poison=poison, stopwatch=stopwatch)
         self._referee.clock(stopwatch)

@@ -64,7 +64,8 @@ def measure(
     """
     stopwatch, started, others = Stopwatch(), time.perf_counter(), Others()
     record, seed = record_of(case, status="error"), case.seed(seed)
-    LATEST.keep_for(case, regimes, seed=seed, poison=poison_for(case, kernel))
+    poison, gives_weights = poison_for(case, kernel), kernel.gives_weights
+    LATEST.keep_for(case, regimes, seed=seed, poison=poison, gives_weights=gives_weights)
     try:
         with stopwatch.part("building"):
             pair = build_pair(case, kernel, seed)

@@ -11,6 +11,7 @@ import torch
 from harness import store
 from harness.case import Case
 from harness.cell.approximate import Metrics
+from harness.cell.large import LATEST
 from harness.cell.measure import measure
 from harness.cell.regimes import make_inputs, video_positions
 from harness.kernels.call import AttentionCall, Kernel
@@ -111,7 +112,7 @@ def test_in_an_exact_suite_it_fails_and_is_told_of_the_other_kind():
 @pytest.mark.parametrize("kernel", ["eager", "tiled", f"sparse?topk=1&{BLOCKS}", f"sparse_window?window=99&{BLOCKS}"])
 def test_what_leaves_nothing_out_is_judged_by_the_equality_rule(kernel):
     found = record(kernel, accuracy=Accuracy(rel_l1=0.0))
-    assert found.status == "ok" and found.err_ratio is not None
+    assert (found.status, found.error) == ("ok", None) and found.err_ratio is not None
     assert found.err_ratio <= 2
     window = kernel.startswith("sparse_window")
     assert (found.sparsity, found.skipped_blocks) == ((0.0, 0) if window else (None, None))
@@ -299,3 +300,14 @@ def test_a_run_of_video_tokens_is_a_box():
     assert len(at.unique(dim=0)) == 4096
     assert float(at.max()) == 15
     assert (at[64:128].amax(0) - at[64:128].amin(0)).tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("kernels", [(f"sparse?topk=1&{BLOCKS}", "eager"), ("eager", f"sparse?topk=1&{BLOCKS}")])
+def test_kernels_of_one_cell_are_judged_alike_in_any_order(kernels: tuple[str, str]) -> None:
+    """One whose weights are compared, and one that gives none: the reference is asked for as much as each needs."""
+    LATEST.forget()
+    beside = [record(kernel, accuracy=None) for kernel in kernels]
+    LATEST.forget()
+    alone = record(kernels[1], accuracy=None)
+    assert [(each.status, each.error) for each in beside] == [("ok", None)] * 2
+    assert beside[1].equivalence == alone.equivalence
